@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Developer commands: ``python -m nox -l`` lists them.
+
+All sessions share one environment, since torch is large; the Lightning releases of the matrix are layered over it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+MATRIX = tomllib.loads((ROOT / "compat" / "matrix.toml").read_text(encoding="utf-8"))
+RELEASES: list[str] = MATRIX["lightning"]["releases"]
+REPRESENTATIVES: list[str] = MATRIX["lightning"]["representatives"]
+NEWEST = RELEASES[-1]
+# What depends on the Lightning release.
+MATRIX_TESTS = ["tests/compat", "tests/strategy", "tests/parity"]
+
+ENVIRONMENT = ROOT / ".nox" / "shared"
+BIN = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
+
+nox.options.sessions = ["tests"]
+
+# nox would make an environment a session; torch is too large for that.
+shared = nox.session(venv_backend="none")
+
+
+@shared
+def demo(session: nox.Session) -> None:
+    """Train on handwritten digits, native and replayed, and compare the two as bits."""
+    install(session, "docs")
+    run(session, "python", "docs/examples/digits_demo.py", *session.posargs)
+
+
+@shared
+def tests(session: nox.Session) -> None:
+    """Run everything that CI runs; with arguments, pytest alone."""
+    install(session)
+    if session.posargs:
+        pytest(session, *session.posargs)
+        return
+    check_style(session)
+    check_types(session)
+    run_matrix(session, [release for release in REPRESENTATIVES if release != NEWEST])
+    pytest(session)
+
+
+@shared
+def lint(session: nox.Session) -> None:
+    """Check style, formatting and the direction of imports."""
+    install(session)
+    check_style(session)
+
+
+@shared
+def typing(session: nox.Session) -> None:
+    """Check the types of the package."""
+    install(session)
+    check_types(session)
+
+
+@shared
+def matrix(session: nox.Session) -> None:
+    """Run what depends on Lightning on one release either side of every change; arguments name other releases."""
+    install(session)
+    run_matrix(session, session.posargs or REPRESENTATIVES)
+
+
+@shared
+def matrix_full(session: nox.Session) -> None:
+    """Run what depends on Lightning on every release."""
+    install(session)
+    run_matrix(session, RELEASES)
+
+
+@shared
+def inspect(session: nox.Session) -> None:
+    """Inspect Lightning releases: nox -s inspect -- 2.6.6."""
+    install(session)
+    run(session, "python", "compat/inspect_release.py", *session.posargs)
+
+
+@shared
+def packaging(session: nox.Session) -> None:
+    """Build the distributions, install them and look inside."""
+    install(session)
+    pytest(session, "tests/packaging")
+
+
+@shared
+def bench(session: nox.Session) -> None:
+    """Measure. Most figures need a GPU."""
+    install(session)
+    if not (ROOT / "tests" / "benchmarks" / "__main__.py").exists():
+        session.skip("there are no benchmarks yet")
+    run(session, "python", "-m", "tests.benchmarks", *session.posargs)
+
+
+def install(session: nox.Session, group: str = "dev") -> None:
+    """Bring the shared environment up to date: torch, this package in editable form, and a group of tools."""
+    if not BIN.exists():
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(ENVIRONMENT), external=True)
+    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), group)
+    torch = "torch" if has_cuda() else f"torch=={MATRIX['torch']['tested']}"
+    pip(session, torch, f"lightning=={NEWEST}", "hatchling", "editables", *tools)
+    pip(session, "--no-deps", "--no-build-isolation", "--editable", ".")
+
+
+def run(session: nox.Session, command: str, *arguments: str, **environment: str) -> None:
+    """Run a command of the shared environment."""
+    session.run(str(BIN / command), *arguments, env=environment, external=True)
+
+
+def pip(session: nox.Session, *arguments: str) -> None:
+    run(session, "python", "-m", "pip", "install", "--quiet", *arguments)
+
+
+def has_cuda() -> bool:
+    """Tell whether an NVIDIA driver answers on this machine."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and subprocess.run([tool], capture_output=True, check=False).returncode == 0
+
+
+def check_style(session: nox.Session) -> None:
+    run(session, "ruff", "check", ".")
+    run(session, "ruff", "format", "--check", ".")
+    run(session, "lint-imports")
+
+
+def check_types(session: nox.Session) -> None:
+    run(session, "mypy")
+
+
+def pytest(session: nox.Session, *arguments: str, **environment: str) -> None:
+    # Two processes with one thread each: tiny networks gain nothing from more threads.
+    run(session, "python", "-m", "pytest", "--numprocesses=auto", *arguments, OMP_NUM_THREADS="1", **environment)
+
+
+def run_matrix(session: nox.Session, releases: list[str]) -> None:
+    """Run the tests that depend on Lightning once a release, all of them before saying which failed."""
+    paths = [path for path in MATRIX_TESTS if (ROOT / path).is_dir()]
+    failed = []
+    for release in releases:
+        session.log(f"Lightning {release}")
+        try:
+            pytest(session, *paths, PYTHONPATH=str(layer(session, release)), EXPECTED_LIGHTNING=release)
+        except nox.command.CommandFailed:
+            failed.append(release)
+    if failed:
+        session.error(f"failed on Lightning {', '.join(failed)}")
+
+
+def layer(session: nox.Session, release: str) -> Path:
+    """Return a folder that holds one Lightning release and nothing else, made at its first use."""
+    folder = ROOT / ".nox" / "lightning" / release
+    if not folder.exists():
+        made = folder.with_name(f"{release}.{os.getpid()}")
+        constraints = ROOT / "compat" / "constraints" / f"lightning-{release}.txt"
+        names = ["lightning", "pytorch-lightning"]
+        pip(session, "--no-deps", "--target", str(made), "--constraint", str(constraints), *names)
+        made.rename(folder)
+    return folder
