@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""The arms of a comparison: the same fit, run natively, replayed, or graphed by hand."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+
+Arm = tuple["str | Strategy", list[Callback]]
+
+
+def native(backend: str) -> Arm:
+    """Lightning as it is."""
+    return "auto", []
+
+
+def replay(backend: str) -> Arm:
+    """One argument: the strategy."""
+    from lightning_replay import ReplayStrategy
+
+    return ReplayStrategy(backend=backend, on_native="ignore"), []
+
+
+def graphed_callables(backend: str) -> Arm:
+    """What a user can do by hand with torch alone: wrap the network in ``make_graphed_callables``."""
+    return "auto", [GraphedCallables()]
+
+
+ARMS: dict[str, Callable[[str], Arm]] = {
+    "native": native,
+    "replay": replay,
+    "graphed_callables": graphed_callables,
+}
+
+
+class GraphedCallables(Callback):
+    """Graphs ``module.net`` in place once it is on its device."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module.device.type != "cuda":
+            raise RuntimeError("torch.cuda.make_graphed_callables needs a CUDA device")
+        inputs, _ = trainer.train_dataloader.dataset[0]
+        sample = inputs.to(pl_module.device).clone()
+        with _autocast(trainer.precision):
+            torch.cuda.make_graphed_callables(pl_module.net, (sample,))
+
+
+def _autocast(precision: Any) -> AbstractContextManager[Any]:
+    """Capture under autocast must do without the weight cache: cached casts would be read from outside the graph."""
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+    return nullcontext() if dtype is None else torch.autocast("cuda", dtype=dtype, cache_enabled=False)

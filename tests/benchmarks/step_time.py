@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Times a Lightning step in several arms and writes a receipt.
+
+    python -m tests.benchmarks.step_time --out docs/evidence/step_time.json
+
+Arms run in turn, each repeat of each arm in a fresh process; every second repeat runs them in the opposite order, so
+that a slow drift of the machine does not favour one. Without a GPU, ``--device cpu --backend tape --models tiny --arms
+native replay`` tries the harness; its figures mean nothing.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks import worker
+from tests.benchmarks.arms import ARMS
+from tests.benchmarks.receipt import ROOT, command_line, receipt, write
+from tests.benchmarks.workloads import WORKLOADS
+
+# Same for both arms of every comparison, whatever the options.
+FIXED = {
+    "loader": "ready batches on the device, no workers",
+    "logger": False,
+    "checkpoint": False,
+    "progress_bar": False,
+    "model_summary": False,
+    "deterministic": False,
+    "cudnn_benchmark": False,
+    "process": "fresh for each arm and repeat, all workloads in it",
+    "memory": "peaks since the workload's batches were on the device, its module not yet",
+    "not_measured": "no external observer of clocks and power; no loader, validation or checkpoint in the fit",
+}
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    runs: list[dict[str, Any]] = []
+    for repeat in range(options.repeats):
+        for arm in options.arms if repeat % 2 == 0 else options.arms[::-1]:
+            runs += _process(options, arm, repeat)
+            # Written after every process: a run that is cut short leaves what it has measured.
+            complete = len(runs) == options.repeats * len(options.arms) * len(options.models)
+            write(options.out, _receipt(options, runs, complete))
+    summary = summarise(runs)
+    print(table(summary))
+    return _complain(runs)
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Returns model -> arm -> median, range and ratios. A run's figure is the median of its windows."""
+    summary: dict[str, dict[str, dict[str, Any]]] = {}
+    for run in runs:
+        if run.get("windows_ms"):
+            arms = summary.setdefault(run["model"], {})
+            cell = arms.setdefault(run["arm"], {"runs_ms": [], "peak_allocated_bytes": [], "peak_reserved_bytes": []})
+            cell["runs_ms"].append(statistics.median(run["windows_ms"]))
+            for peak in ("peak_allocated_bytes", "peak_reserved_bytes"):
+                cell[peak].append(run.get(peak))
+    for arms in summary.values():
+        for cell in arms.values():
+            times = cell["runs_ms"]
+            cell.update(median_ms=statistics.median(times), min_ms=min(times), max_ms=max(times))
+            for peak in ("peak_allocated_bytes", "peak_reserved_bytes"):
+                known = [value for value in cell[peak] if value is not None]
+                cell[peak] = int(statistics.median(known)) if known else None
+        for cell in arms.values():
+            for base in ("native", "graphed_callables"):
+                if base in arms:
+                    cell[f"ratio_to_{base}"] = cell["median_ms"] / arms[base]["median_ms"]
+    return summary
+
+
+def table(summary: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Returns a short plain-text table."""
+    lines = [
+        f"{'model':<18}{'arm':<20}{'ms a step (range)':<28}{'to native':>10}{'to graphed':>12}{'reserved MiB':>14}"
+    ]
+    for model, arms in summary.items():
+        for arm, cell in arms.items():
+            times = f"{cell['median_ms']:.3f} ({cell['min_ms']:.3f}-{cell['max_ms']:.3f})"
+            ratios = [cell.get("ratio_to_native"), cell.get("ratio_to_graphed_callables")]
+            native, graphed = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
+            reserved = cell["peak_reserved_bytes"]
+            memory = "-" if reserved is None else f"{reserved / 2**20:.0f}"
+            lines.append(f"{model:<18}{arm:<20}{times:<28}{native:>10}{graphed:>12}{memory:>14}")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", required=True, help="the receipt to write")
+    worker.add_common(parser)
+    return parser
+
+
+def _process(options: argparse.Namespace, arm: str, repeat: int) -> list[dict[str, Any]]:
+    """Runs one arm over all workloads in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "runs.json"
+        command = [sys.executable, "-m", "tests.benchmarks.worker", "--arm", arm, "--out", str(out)]
+        command += ["--models", *options.models]
+        for name in ("steps", "skip", "window", "precision", "clip", "update", "seed", "device", "backend"):
+            command += [f"--{name}", str(getattr(options, name))]
+        started = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, check=False)
+        seconds = time.perf_counter() - started
+        print(f"repeat {repeat}, {arm}: {seconds:.1f} s", flush=True)
+        if out.exists():
+            measured = json.loads(out.read_text())
+        else:
+            measured = [
+                {"model": model, "error": f"the process ended with {done.returncode}"} for model in options.models
+            ]
+    return [{"arm": arm, "repeat": repeat, "process_seconds": seconds, **run} for run in measured]
+
+
+def _receipt(options: argparse.Namespace, runs: list[dict[str, Any]], complete: bool) -> dict[str, Any]:
+    given = {name: value for name, value in vars(options).items() if name != "out"}
+    workloads = {model: WORKLOADS[model].what for model in options.models}
+    results = {"complete": complete, "runs": runs, "summary": summarise(runs)}
+    settings = {**given, **FIXED, "workloads": workloads, "optimizer": f"AdamW ({options.update})"}
+    return receipt("step_time", settings, results, command_line("tests.benchmarks.step_time"))
+
+
+def _complain(runs: list[dict[str, Any]]) -> int:
+    """Errors, and a replay arm that did not replay, must not pass for a measurement."""
+    bad = [f"{run['model']}, {run['arm']}, repeat {run['repeat']}: {run['error']}" for run in runs if "error" in run]
+    for run in runs:
+        if run["arm"] == "replay" and "error" not in run and set(run["timed_actions"]) != {"replay"}:
+            reasons = (run.get("report") or {}).get("reasons")
+            bad.append(f"{run['model']}, repeat {run['repeat']}: timed {run['timed_actions']}, reasons {reasons}")
+    for line in bad:
+        print(line, file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""What is timed: a LightningModule with its network in ``net``, and batches that are on the device beforehand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from tests.helpers.models import (
+    GPTModule,
+    MLPModule,
+    TimmModule,
+    feature_batches,
+    image_batches,
+    token_batches,
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One row of a benchmark.
+
+    Args:
+        what: the workload in words, for the receipt.
+        make_module: takes ``fused``, whether AdamW is to be the fused one.
+        make_batches: gives the batches that are cycled through.
+    """
+
+    what: str
+    make_module: Callable[[bool], LightningModule]
+    make_batches: Callable[[], Sequence[Sequence[Tensor]]]
+
+
+WORKLOADS = {
+    "resnet18": Workload(
+        "timm resnet18, batch 8, 224 px", lambda fused: TimmModule("resnet18", fused=fused), image_batches
+    ),
+    "efficientnet_b0": Workload(
+        "timm efficientnet_b0, batch 8, 224 px", lambda fused: TimmModule("efficientnet_b0", fused=fused), image_batches
+    ),
+    "vit_tiny": Workload(
+        "timm vit_tiny_patch16_224, batch 8, 224 px",
+        lambda fused: TimmModule("vit_tiny_patch16_224", fused=fused),
+        image_batches,
+    ),
+    "gpt": Workload(
+        "GPT, 12 layers of 384, dropout 0.1, batch 4, 256 tokens", lambda fused: GPTModule(fused=fused), token_batches
+    ),
+    "mlp": Workload(
+        "MLP, 6 hidden layers of 512 with LayerNorm, batch 256", lambda fused: MLPModule(fused=fused), feature_batches
+    ),
+    # Small enough for a CPU: for trying the harness, not for figures.
+    "tiny": Workload(
+        "MLP, 6 hidden layers of 16, batch 4",
+        lambda fused: MLPModule(width=16, features=8, fused=fused),
+        lambda: feature_batches(4, 8),
+    ),
+}
