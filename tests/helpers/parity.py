@@ -67,7 +67,7 @@ def run_case(
     **options: Any,
 ) -> Verdict:
     """Trains native, native, replay from the same seed and compares them."""
-    # With mixed precision Lightning refuses to clip for an optimizer that unscales gradients itself, as the fused ones do.
+    # With mixed precision Lightning refuses to clip for optimizers that unscale gradients themselves, the fused ones.
     fused = precision == "32-true"
 
     def arm(strategy: str | Callable[[], Strategy]) -> TraceResult:

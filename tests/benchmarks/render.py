@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Renders the receipts in docs/evidence to docs/evidence/README.md. No figure is ever typed by hand.
+
+python -m tests.benchmarks.render            writes the page
+python -m tests.benchmarks.render --check    fails if the page is not what the receipts say
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.receipt import ROOT, SCHEMA
+
+EVIDENCE = ROOT / "docs" / "evidence"
+
+_HEAD = """# Evidence
+
+Rendered from the receipts in this folder by `python -m tests.benchmarks.render`: edit nothing here. A receipt is
+written by the program that measured and holds raw numbers, settings, versions, device and the hashes of the package's
+sources.
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=EVIDENCE, help="where the receipts are")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is out of date")
+    options = parser.parse_args()
+    page, target = render(options.folder), options.folder / "README.md"
+    if not options.check:
+        target.write_text(page)
+        return 0
+    if target.exists() and target.read_text() == page:
+        return 0
+    print(f"{target.name} is not what the receipts say: run python -m tests.benchmarks.render", file=sys.stderr)
+    return 1
+
+
+def render(folder: Path = EVIDENCE) -> str:
+    """Returns the whole page."""
+    sections = [_section(path.name, content) for path, content in receipts(folder)]
+    return "\n".join([_HEAD, *sections]) if sections else _HEAD + "\nNo receipt yet.\n"
+
+
+def receipts(folder: Path = EVIDENCE) -> list[tuple[Path, dict[str, Any]]]:
+    """Returns every receipt of a folder, in the order of their names.
+
+    Raises:
+        ValueError: for a JSON file that is no receipt.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise ValueError(f"{path.name}: not a receipt of schema {SCHEMA}")
+        found.append((path, content))
+    return found
+
+
+def step_time(content: dict[str, Any]) -> str:
+    """Renders step times: median over runs of the median window, with the range of the runs."""
+    settings = content["settings"]
+    lines = [
+        f"Milliseconds a step inside `Trainer.fit`: {settings['precision']}, {settings['optimizer']}, clip"
+        f" {settings['clip']}; {settings['repeats']} fresh processes an arm in turn, {settings['steps']} steps each,"
+        f" windows of {settings['window']} steps after the first {settings['skip']}, fenced.",
+        "",
+    ]
+    if not content["complete"]:
+        lines += ["**The run was cut short.**", ""]
+    headers = [
+        "workload",
+        "arm",
+        "ms a step (range)",
+        "to native",
+        "to graphed callables",
+        "allocated MiB",
+        "reserved MiB",
+    ]
+    rows = []
+    for model, arms in content["summary"].items():
+        for arm, cell in arms.items():
+            rows.append(
+                [
+                    settings["workloads"][model],
+                    arm.replace("_", " "),
+                    f"{cell['median_ms']:.3f} ({cell['min_ms']:.3f} to {cell['max_ms']:.3f})",
+                    _ratio(cell.get("ratio_to_native")),
+                    _ratio(cell.get("ratio_to_graphed_callables")),
+                    _mib(cell.get("peak_allocated_bytes")),
+                    _mib(cell.get("peak_reserved_bytes")),
+                ]
+            )
+    lines += _table(headers, rows)
+    errors = sorted({f"- {run['model']}, {run['arm']}: {run['error']}" for run in content["runs"] if "error" in run})
+    return "\n".join(lines + (["", "Failed:", "", *errors] if errors else []))
+
+
+def parity(content: dict[str, Any]) -> str:
+    """Renders parity cases; a case whose native control differs is never called equal."""
+    rows = []
+    for case in content["cases"]:
+        verdict = "equal" if case["equal"] else "**not equal**"
+        rows.append(
+            [
+                case["model"],
+                case["precision"],
+                f"{case['steps_replayed']} of {case['steps']}",
+                "yes" if case["control_equal"] else "no",
+                verdict if case["control_equal"] else f"not judged ({'equal' if case['equal'] else 'differs'})",
+                ", ".join(f"`{operation}`" for operation in case["nondeterministic"]) or "none",
+            ]
+        )
+    headers = [
+        "model",
+        "precision",
+        "steps replayed",
+        "native repeats itself",
+        "replay against native",
+        "declared nondeterministic",
+    ]
+    intro = (
+        "Losses, gradients of every step, parameters, buffers, optimizer and scaler state, logged values and random"
+        " generators, compared as bits with a native run; a second native run is the control."
+    )
+    return "\n".join([intro, "", *_table(headers, rows)])
+
+
+_RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {"step_time": step_time, "parity": parity}
+
+
+def _section(name: str, content: dict[str, Any]) -> str:
+    body = _RENDERERS.get(content["name"], lambda _: "No table is rendered for this kind of receipt.")(content)
+    return (
+        f"## {content['name'].replace('_', ' ').capitalize()}: [{name}]({name})\n\n{body}\n\n{_provenance(content)}\n"
+    )
+
+
+def _provenance(content: dict[str, Any]) -> str:
+    device, versions = content["device"], content["versions"]
+    machine = f"{device['gpu']}, driver {device['driver']}" if device["gpu"] else "no GPU"
+    software = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    return (
+        f"{content['written'][:10]}; {machine}; host {device['cpu']}, {device['cpu_cores']} cores; {software}; sources"
+        f" `{content['sources_digest'][:12]}`; `{content['command']}`"
+    )
+
+
+def _table(headers: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in [headers, ["---"] * len(headers), *rows]]
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _mib(value: int | None) -> str:
+    return "" if value is None else f"{value / 2**20:.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

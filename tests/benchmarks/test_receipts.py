@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""The harness runs, says what it ran, and its pages are rendered from receipts. No time is asserted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benchmarks import render
+from tests.benchmarks.receipt import ROOT, receipt, source_hashes, write
+from tests.benchmarks.step_time import summarise, table
+
+
+def _runs(**times: list[float]) -> list[dict[str, Any]]:
+    return [
+        {"arm": arm, "repeat": repeat, "model": "tiny", "windows_ms": [ms - 0.5, ms, ms + 7.0], "timed_actions": {}}
+        for arm, runs in times.items()
+        for repeat, ms in enumerate(runs)
+    ]
+
+
+def test_summary_is_the_median_of_medians_with_ratios() -> None:
+    cell = summarise(_runs(native=[10.0, 12.0, 11.0], replay=[2.0, 2.2, 2.1]))["tiny"]["replay"]
+
+    assert (cell["median_ms"], cell["min_ms"], cell["max_ms"]) == (2.1, 2.0, 2.2)
+    assert cell["ratio_to_native"] == 2.1 / 11.0
+    assert "ratio_to_graphed_callables" not in cell
+
+
+def test_a_failed_run_has_no_figure() -> None:
+    runs = [*_runs(native=[10.0]), {"arm": "replay", "repeat": 0, "model": "tiny", "error": "RuntimeError: no"}]
+
+    assert list(summarise(runs)["tiny"]) == ["native"]
+    assert "replay" not in table(summarise(runs))
+
+
+def test_page_is_rendered_from_receipts(tmp_path: Path) -> None:
+    settings = {"precision": "bf16-mixed", "optimizer": "AdamW", "clip": 1.0, "repeats": 1, "steps": 55}
+    settings |= {"window": 20, "skip": 15, "workloads": {"tiny": "a tiny MLP"}}
+    runs = _runs(native=[10.0], replay=[2.5])
+    results = {"complete": True, "runs": runs, "summary": summarise(runs)}
+    write(tmp_path / "a.json", receipt("step_time", settings, results))
+    case = {"model": "gpt", "precision": "32-true", "steps": 60, "steps_replayed": 56, "equal": True}
+    case |= {"control_equal": False, "nondeterministic": ["some_backward"]}
+    write(tmp_path / "b.json", receipt("parity", {}, {"cases": [case]}))
+
+    page = render.render(tmp_path)
+
+    assert "| a tiny MLP | replay | 2.500 (2.500 to 2.500) | 0.250 |" in page
+    assert "| gpt | 32-true | 56 of 60 | no | not judged (equal) | `some_backward` |" in page
+    assert str(ROOT) not in page
+
+
+def test_other_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+
+    with pytest.raises(ValueError, match=r"x\.json: not a receipt"):
+        render.render(tmp_path)
+
+
+def test_published_page_is_what_the_receipts_say() -> None:
+    if not render.receipts():
+        pytest.skip("no receipt is published yet")
+    assert (render.EVIDENCE / "README.md").read_text() == render.render()
+
+
+@pytest.mark.slow
+def test_harness_on_a_cpu(tmp_path: Path) -> None:
+    """Both arms on the tape backend: enough to know that the harness runs and that the replay arm replays."""
+    out = tmp_path / "step_time.json"
+    words = "--device cpu --backend tape --models tiny --arms native replay --repeats 1 --steps 12 --skip 6 --window 3"
+    command = [sys.executable, "-m", "tests.benchmarks.step_time", *words.split(), "--out", str(out)]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    written = json.loads(out.read_text())
+    assert written["complete"]
+    assert [(run["arm"], run["timed_actions"]) for run in written["runs"]] == [
+        ("native", {"None": 6}),
+        ("replay", {"replay": 6}),
+    ]
+    assert written["runs"][0]["last_loss"] == written["runs"][1]["last_loss"]
+    assert written["sources"] == source_hashes()
+    assert written["command"] == f"python -m tests.benchmarks.step_time {words} --out step_time.json"
