@@ -9,13 +9,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import nox
 
 ROOT = Path(__file__).parent
-MATRIX = tomllib.loads((ROOT / "compat" / "matrix.toml").read_text(encoding="utf-8"))
+MATRIX = nox.project.load_toml(ROOT / "compat" / "matrix.toml")
 RELEASES: list[str] = MATRIX["lightning"]["releases"]
 REPRESENTATIVES: list[str] = MATRIX["lightning"]["representatives"]
 NEWEST = RELEASES[-1]

@@ -15,9 +15,6 @@ from lightning_replay.compat.fingerprint import FunctionNode, fingerprint, parse
 _HOMES = {"contextlib", "lightning", "lightning_utilities", "torch"}
 
 
-Binding = tuple[ModuleType, object]
-
-
 class LookupFailed(Exception):
     """A pinned function is missing, replaced or unreadable. The message says what was found instead."""
 
@@ -34,7 +31,7 @@ def split_name(name: str) -> tuple[str, tuple[str, ...]]:
     return ".".join(parts[:cut]), tuple(parts[cut:])
 
 
-def find(name: str) -> Binding:
+def find(name: str) -> tuple[ModuleType, object]:
     """Return the module of a pinned function and what its name is bound to there right now.
 
     Args:
@@ -93,26 +90,40 @@ def functions_of(value: object) -> list[object]:
     return [value.__func__] if isinstance(value, classmethod | staticmethod) else [value]
 
 
-def codes_of(value: object) -> Iterator[object]:
-    """Yield the objects whose identity says that nothing was replaced since the last look."""
-    for function in functions_of(value):
-        while function is not None:
-            yield function
-            yield getattr(function, "__code__", None)
-            function = getattr(function, "__wrapped__", None)
+# The parts of each pinned function at the last look, and its fingerprint then. Objects are kept, not their ids, since
+# an id is used again.
+_looks: dict[str, tuple[list[object], str]] = {}
 
 
-def live_fingerprint(module: ModuleType, value: object) -> str:
-    """Return the fingerprint of what a pinned name is bound to.
+def live_fingerprint(name: str) -> str:
+    """Return the fingerprint of what a pinned name is bound to right now.
 
     Args:
-        module: Where the name is defined.
-        value: What `find` returned.
+        name: The dotted name from the contract.
 
     Raises:
-        LookupFailed: It is not a function of that module, is wrapped by a stranger, or has no readable source.
+        LookupFailed: It is not a function of its module, is wrapped by a stranger, or has no readable source.
     """
-    return fingerprint([_definition(module, function) for function in functions_of(value)])
+    module, value = find(name)
+    functions = functions_of(value)
+    parts = [part for function in functions for part in _parts(function)]
+    known = _looks.get(name)
+    if known is None or not _same(known[0], parts):
+        known = parts, fingerprint([_definition(module, function) for function in functions])
+        _looks[name] = known
+    return known[1]
+
+
+def _parts(function: object) -> Iterator[object]:
+    """Yield the objects whose identity says that nothing was replaced since the last look."""
+    while function is not None:
+        yield function
+        yield getattr(function, "__code__", None)
+        function = getattr(function, "__wrapped__", None)
+
+
+def _same(before: list[object], now: list[object]) -> bool:
+    return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
 
 
 def _definition(module: ModuleType, function: object) -> FunctionNode:

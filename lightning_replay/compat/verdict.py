@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """The contract check: is the Lightning in this process one that was inspected?
 
-The classes are compared once and again only when one of their functions was replaced. The objects of one fit (loops,
+A function's source is read once, and again only when the function was replaced. The objects of one fit (loops,
 optimizer, precision, strategy, module) are looked at each time, for attributes that hide a pinned method.
 """
 
@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING
 
 from lightning_replay.compat import seams
 from lightning_replay.compat.contract import Contract, known_versions, load_contract
-from lightning_replay.compat.live import (
-    Binding,
-    LookupFailed,
-    check_imports,
-    codes_of,
-    find,
-    live_fingerprint,
-    split_name,
-)
+from lightning_replay.compat.live import LookupFailed, check_imports, live_fingerprint, split_name
 from lightning_replay.reasons import five_parts
 
 if TYPE_CHECKING:
@@ -80,34 +72,12 @@ def check(trainer: Trainer | None = None) -> Verdict:
     return _check_functions(contract) or _check_objects(contract, trainer) or Verdict(True, version)
 
 
-# What the functions were at the last look, and what that look found. Objects are kept, not their ids: an id is reused.
-_last_look: tuple[Contract, list[object], Verdict | None] | None = None
-
-
 def _check_functions(contract: Contract) -> Verdict | None:
     """Return the verdict on the first changed function, or None."""
-    global _last_look
-    live: dict[str, Binding] = {}
-    seen: list[object] = []
-    for name in contract.functions:
-        try:
-            live[name] = find(name)
-            check_imports(name, contract.functions)
-        except LookupFailed as problem:
-            return _changed(contract, name, str(problem))
-        seen.extend(codes_of(live[name][1]))
-    if _last_look and _last_look[0] is contract and _same(_last_look[1], seen):
-        return _last_look[2]
-    verdict = _compare(contract, live)
-    _last_look = contract, seen, verdict
-    return verdict
-
-
-def _compare(contract: Contract, live: dict[str, Binding]) -> Verdict | None:
-    """Fingerprint every function and return the verdict on the first that differs, or None."""
     for name, expected in contract.functions.items():
         try:
-            actual = live_fingerprint(*live[name])
+            actual = live_fingerprint(name)
+            check_imports(name, contract.functions)
         except LookupFailed as problem:
             return _changed(contract, name, str(problem))
         if actual != expected:
@@ -159,7 +129,3 @@ def _changed(contract: Contract, name: str, actual: str) -> Verdict:
     if name in contract.functions:
         expected += f" (fingerprint {contract.functions[name]})"
     return Verdict(False, contract.version, name, expected, actual)
-
-
-def _same(before: list[object], now: list[object]) -> bool:
-    return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
