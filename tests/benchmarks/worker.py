@@ -20,6 +20,7 @@ from tests.benchmarks.arms import ARMS
 from tests.benchmarks.clock import StepClock, fence
 from tests.benchmarks.workloads import WORKLOADS
 from tests.helpers.models import cycled
+from tests.helpers.parity import plain
 
 
 def main() -> None:
@@ -126,7 +127,7 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
         "last_loss": None if clock.last_loss is None else float(clock.last_loss).hex(),
         **memory,
         **clock.peaks,
-        "report": json.loads(json.dumps(report().as_dict(), default=str)) if callable(report) else None,
+        "report": plain(report().as_dict()) if callable(report) else None,
     }
 
 
