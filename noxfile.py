@@ -86,6 +86,30 @@ def inspect(session: nox.Session) -> None:
 
 
 @shared
+def canary(session: nox.Session) -> None:
+    """Inspect Lightning's master and fail where a pinned function changed: a warning of what is to come."""
+    install(session)
+    wheels = ROOT / ".nox" / "canary"
+    shutil.rmtree(wheels, ignore_errors=True)
+    source = "git+https://github.com/Lightning-AI/pytorch-lightning"
+    run(
+        session,
+        "python",
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--wheel-dir",
+        str(wheels),
+        source,
+        PACKAGE_NAME="lightning",
+    )
+    (wheel,) = wheels.glob("lightning-*.whl")
+    version = wheel.name.split("-")[1]
+    run(session, "python", "compat/inspect_release.py", "--strict", "--wheels", str(wheels), version)
+
+
+@shared
 def packaging(session: nox.Session) -> None:
     """Build the distributions, install them and look inside."""
     install(session)

@@ -33,11 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: Command-line words; None takes them from the process.
 
     Returns:
-        0, or 1 where a pinned function does not exist in a release.
+        0, or 1 where a pinned function does not exist in a release (with ``--strict`` also where one changed).
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="+", help="releases on the package index, for example 2.6.6")
     parser.add_argument("--wheels", type=Path, help="folder of wheels already downloaded")
+    parser.add_argument("--strict", action="store_true", help="fail where a pinned function changed")
     options = parser.parse_args(arguments)
     pins = read_pins()
     failed = False
@@ -48,8 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
             previous = previous_release(version)
             old = read_release(fetch(previous, wheels), pins) if previous else {}
             missing = write_contract(version, definitions, pins)
+            changed = changes(old, definitions)
             print("\n".join(report(version, definitions, previous, old, pins)))
-            failed |= bool(missing)
+            failed |= bool(missing) or (options.strict and bool(changed))
     return int(failed)
 
 
@@ -157,13 +159,18 @@ def report(version: str, new: Definitions, previous: str | None, old: Definition
     lines += [f"- {name} does not exist. We lean on it for {pins[name]}." for name in pins if name not in new]
     if previous is None:
         return [*lines, "There is no earlier contract to compare with."]
-    changed = [name for name in new if name in old and fingerprint(new[name]) != fingerprint(old[name])]
+    changed = changes(old, new)
     lines.append(f"Against {previous}: {len(changed)} changed." if changed else f"Against {previous}: nothing changed.")
     for name in changed:
         lines += ["", f"- {name} changed. We lean on it for {pins[name]}.", *difference(old[name], new[name])]
     before, after = facts_of(old), facts_of(new)
     lines += [f"- fact {name}: {before[name]} became {after[name]}" for name in after if before[name] != after[name]]
     return lines
+
+
+def changes(old: Definitions, new: Definitions) -> list[str]:
+    """Return the functions that both releases have and that differ."""
+    return [name for name in new if name in old and fingerprint(new[name]) != fingerprint(old[name])]
 
 
 def difference(old: list[FunctionNode], new: list[FunctionNode]) -> list[str]:

@@ -87,17 +87,40 @@ def test_an_unknown_release_has_no_contract():
     assert load_contract("../contracts/lightning-2.6.6") is None
 
 
+def test_the_workflow_is_pinned_and_takes_its_rows_from_the_matrix():
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    used = re.findall(r"uses: (\S+)", text)
+    assert used
+    assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action) for action in used)
+    assert "\npermissions: {}\n" in text
+    assert "python compat/ci_rows.py" in text
+    assert not set(RELEASES) & set(re.findall(r"[\d.]+", text))
+
+    tool = load("ci_rows")
+    assert tool.rows()[0] == {"lightning": RELEASES[0], "python": MATRIX["python"]["developed"]}
+    combinations = {(row["lightning"], row["python"]) for row in tool.rows()}
+    assert {release for release, _ in combinations} == set(MATRIX["lightning"]["representatives"])
+    assert (RELEASES[0], MATRIX["python"]["oldest"]) in combinations
+    assert (RELEASES[-1], MATRIX["python"]["newest"]) in combinations
+
+
 # -- the inspection tool
+
+
+def load(name):
+    """Load a tool of the data room, which has no import name."""
+    if sys.version_info < (3, 11):
+        pytest.skip("the tools need Python 3.11")
+    spec = importlib.util.spec_from_file_location(name, ROOM / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
     """The tool over a data room of its own."""
-    if sys.version_info < (3, 11):
-        pytest.skip("the inspection tool needs Python 3.11")
-    spec = importlib.util.spec_from_file_location("inspect_release", ROOM / "inspect_release.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("inspect_release")
     (tmp_path / "contracts").mkdir()
     (tmp_path / "pins.toml").write_bytes((ROOM / "pins.toml").read_bytes())
     monkeypatch.setattr(module, "ROOM", tmp_path)
@@ -132,6 +155,7 @@ def test_the_tool_names_a_change_with_its_reason_and_its_lines(tool, tmp_path, c
     make_wheel(tmp_path, "9.0.0")
     make_wheel(tmp_path, "9.0.1", edit)
     assert tool.main(["9.0.0", "9.0.1", "--wheels", str(tmp_path)]) == 0
+    assert tool.main(["9.0.1", "--strict", "--wheels", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
     assert "Against 9.0.0: 1 changed." in printed
     assert f"{CLOSURE} changed. We lean on it for the closure of a step" in printed
