@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""CUDA-graph replay for Lightning training, bit for bit the same training."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_replay.errors import CaptureError, ContractError, NotReplayedError
+from lightning_replay.reasons import Finding, Reason
+from lightning_replay.report import ReplayReport
+from lightning_replay.strategy import ReplayStrategy, ReplayWarning
+
+__all__ = [
+    "CaptureError",
+    "ContractError",
+    "Finding",
+    "NotReplayedError",
+    "Reason",
+    "ReplayReport",
+    "ReplayStrategy",
+    "ReplayWarning",
+]
+
+if ReplayStrategy.strategy_name not in StrategyRegistry:
+    StrategyRegistry.register(
+        ReplayStrategy.strategy_name, ReplayStrategy, description="Replays training steps as CUDA graphs on a single device"
+    )

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Decide what happens to a call of a region. Deciding knows no device; doing is the runner's part."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_replay.engine.backend import Pool
+from lightning_replay.engine.modes import Modes, current_modes
+from lightning_replay.engine.recording import Recording
+from lightning_replay.gradients import GradientBuffers, Publication
+from lightning_replay.guards.module import ModuleState, find_hidden_state, find_hooks
+from lightning_replay.guards.signature import Arguments, check_input_aliases, check_modes, read_arguments
+from lightning_replay.reasons import Finding, Reason
+from lightning_replay.report import RecordingStats
+
+REMEMBERED_SIGNATURES = 256
+"""Signatures counted but not recorded that a slot remembers: enough for bucketed shapes, bounded for random ones."""
+
+PAYBACK_REPLAYS = 20
+"""Replays after which a recording counts as worth its making; retiring it earlier is a strike."""
+
+MAX_STRIKES = 3
+"""Strikes after which a region stays native: it changes faster than recordings pay."""
+
+
+class Action(Enum):
+    """What happens to a call."""
+
+    NATIVE = "native"
+    OBSERVE = "observe"
+    RECORD = "record"
+    REPLAY = "replay"
+
+
+@dataclass(slots=True)
+class Engaged:
+    """A recording in use.
+
+    Attributes:
+        recording: The recording.
+        publication: How its gradients become `.grad`.
+        stats: What is reported of it; outlives the recording.
+        mismatches: Backward passes that it could not give.
+    """
+
+    recording: Recording
+    publication: Publication
+    stats: RecordingStats
+    mismatches: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The k-th call of a region within a step: one pool, and at most one call waiting for its backward."""
+
+    pool: Pool
+    engaged: dict[Hashable, Engaged] = field(default_factory=dict)
+    sightings: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)
+    waiting: "Callable[[], Any] | None" = None
+
+    def is_pending(self) -> bool:
+        """Tells whether an earlier replayed call may still be differentiated."""
+        return self.waiting is not None and (call := self.waiting()) is not None and not call.done
+
+    def sight(self, key: Hashable) -> int:
+        """Counts a sighting of a signature and returns how often it was seen before."""
+        seen = self.sightings.pop(key, 0)
+        self.sightings[key] = seen + 1
+        if len(self.sightings) > REMEMBERED_SIGNATURES:
+            self.sightings.popitem(last=False)
+        return seen
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """A module whose calls are recorded.
+
+    Attributes:
+        name: Its dotted path.
+        module: The module.
+        run: Its own forward.
+        state: What its recordings depend on, once taken.
+        refusal: Why it stays native for good.
+        calls: Calls so far in the current step.
+        most_calls: The most calls seen in one step.
+        outside: Parameters that were seen in use outside of the region.
+        strikes: Recordings retired before they had paid.
+    """
+
+    name: str
+    module: Module
+    run: Callable[..., Any]
+    slots: list[Slot] = field(default_factory=list)
+    state: ModuleState | None = None
+    buffers: GradientBuffers | None = None
+    refusal: Finding | None = None
+    calls: int = 0
+    most_calls: int = 0
+    outside: set[int] = field(default_factory=set)
+    strikes: int = 0
+
+    def engaged(self) -> list[Engaged]:
+        """Returns all recordings in use."""
+        return [engaged for slot in self.slots for engaged in slot.engaged.values()]
+
+    def retire(self, finding: Finding) -> list[Engaged]:
+        """Drops all recordings. Too many early retirements refuse the region for good."""
+        dropped = self.engaged()
+        if dropped and max(engaged.stats.replays for engaged in dropped) < PAYBACK_REPLAYS:
+            self.strikes += 1
+        if self.strikes >= MAX_STRIKES:
+            self.refusal = finding
+        for slot in self.slots:
+            slot.engaged.clear()
+            slot.sightings.clear()
+        self.state = self.buffers = None
+        return dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to a call, and why if it is not replayed."""
+
+    action: Action
+    finding: Finding | None = None
+    retired: bool = False
+    slot: Slot | None = None
+    key: Hashable = None
+    arguments: Arguments | None = None
+    modes: Modes | None = None
+
+
+class Dispatcher:
+    """Decides for each call of a region.
+
+    Args:
+        device: The device of the recordings.
+        new_pool: Makes the pool of a new slot.
+        warmup_steps: Native sightings of a signature before it is recorded.
+        max_recordings: Recordings kept for each region.
+    """
+
+    def __init__(
+        self, device: torch.device, new_pool: Callable[[], Pool], warmup_steps: int, max_recordings: int
+    ) -> None:
+        self._device = device
+        self._new_pool = new_pool
+        self._warmup_steps = warmup_steps
+        self._max_recordings = max_recordings
+
+    def decide(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], counts: bool) -> Decision:
+        """Decides what happens to one call.
+
+        Args:
+            region: The region called.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            counts: Whether the call counts towards a new recording (not on the last batch of an epoch).
+        """
+        if region.refusal is not None:
+            return Decision(Action.NATIVE, region.refusal)
+        modes = current_modes(self._device.type)
+        if (finding := check_modes(region.name, modes)) is not None:
+            return Decision(Action.NATIVE, finding)
+        if not region.module.training:
+            return Decision(Action.NATIVE, Finding(Reason.UNRECORDED_MODE, region.name, "train()", "eval()"))
+        slot = self._slot(region)
+        retired = False
+        if region.state is not None and (finding := region.state.difference()) is not None:
+            if finding.reason is Reason.HOOKS:
+                return Decision(Action.NATIVE, finding)
+            region.retire(finding)
+            retired = True
+        if region.state is None:
+            if (finding := self._take_state(region)) is not None:
+                return Decision(Action.NATIVE, finding, retired)
+        assert region.state is not None
+        arguments = read_arguments(region.name, args, kwargs, self._device)
+        if isinstance(arguments, Finding):
+            return Decision(Action.NATIVE, arguments, retired)
+        key = (arguments.key, modes, region.state.flags())
+        if slot.is_pending():
+            finding = Finding(Reason.PENDING, region.name, "no earlier call without backward", "one is waiting")
+            return Decision(Action.NATIVE, finding)
+        if key in slot.engaged:
+            return Decision(Action.REPLAY, None, False, slot, key, arguments, modes)
+        parameters = {id(parameter): name for name, parameter in region.state.parameters.items()}
+        if (finding := check_input_aliases(region.name, arguments, parameters)) is not None:
+            return Decision(Action.NATIVE, finding)
+        return self._unrecorded(region, slot, key, arguments, modes, counts)
+
+    def _unrecorded(
+        self, region: Region, slot: Slot, key: Hashable, arguments: Arguments, modes: Modes, counts: bool
+    ) -> Decision:
+        """Decides for a signature that has no recording yet."""
+        found: Callable[[Reason, str, str], Finding] = lambda reason, expected, actual: Finding(  # noqa: E731
+            reason, region.name, expected, actual
+        )
+        where = (slot, key, arguments, modes)
+        if not counts:
+            finding = found(Reason.LAST_BATCH, "a recorded shape", str(arguments))
+            return Decision(Action.NATIVE, finding, False, *where)
+        if len(region.engaged()) >= self._max_recordings:
+            return Decision(
+                Action.NATIVE, found(Reason.BUDGET, f"at most {self._max_recordings} signatures", str(arguments)), False, *where
+            )
+        seen = slot.sight(key)
+        if seen < self._warmup_steps:
+            finding = found(Reason.WARM_UP, f"{self._warmup_steps} native steps", f"step {seen + 1} with {arguments}")
+            return Decision(Action.OBSERVE, finding, False, *where)
+        return Decision(Action.RECORD, found(Reason.RECORDING, "a recording", str(arguments)), False, *where)
+
+    def _slot(self, region: Region) -> Slot:
+        """Returns the slot of the next call within the step."""
+        region.calls += 1
+        region.most_calls = max(region.most_calls, region.calls)
+        while len(region.slots) < region.calls:
+            region.slots.append(Slot(self._new_pool()))
+        return region.slots[region.calls - 1]
+
+    def _take_state(self, region: Region) -> Finding | None:
+        """Takes the state of a region, unless something in it forbids recording for now."""
+        finding = find_hooks(region.name, region.module) or find_hidden_state(region.name, region.module, self._device)
+        if finding is not None:
+            return finding
+        state = ModuleState(region.name, region.module)
+        for name, parameter in state.parameters.items():
+            if type(parameter) is not Parameter or parameter.device != self._device or not _is_strided(parameter):
+                actual = f"{type(parameter).__qualname__} on {parameter.device}"
+                return Finding(Reason.UNSUPPORTED_TENSOR, name, f"a plain parameter on {self._device}", actual)
+        region.state = state
+        region.buffers = GradientBuffers(list(state.parameters.values()))
+        return None
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided

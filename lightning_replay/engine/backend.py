@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""What the engine needs from a backend: pools, capture, replay and the device's random state."""
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Graph(Protocol):
+    """A recorded sequence of launches with frozen addresses and frozen Python."""
+
+    def replay(self) -> None:
+        """Launches the sequence again on the current stream."""
+
+
+class Pool(Protocol):
+    """Memory that graphs of one slot share. Graphs of a pool may overwrite each other's results."""
+
+    def bytes(self) -> int:
+        """Returns the device memory that the pool holds, in bytes."""
+
+
+class GraphBackend(Protocol):
+    """Makes graphs on one device.
+
+    Attributes:
+        name: "cuda" or "tape".
+        device: The device that it records.
+    """
+
+    name: str
+    device: torch.device
+
+    def new_pool(self) -> Pool:
+        """Returns an empty pool."""
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """Runs a callable where captures run, without recording it, and waits for it."""
+
+    def capture(self, pool: Any, run: Callable[[], T], *, overwrites_pool: bool = False) -> tuple[Graph, T]:
+        """Records what a callable launches.
+
+        Memory that `run` allocates comes from `pool`. Random state and tensors written in place may have moved
+        afterwards; the caller puts them back.
+
+        Args:
+            pool: What `new_pool` returned.
+            run: The callable.
+            overwrites_pool: A replay may write any memory of the pool, results of its other graphs included.
+
+        Raises:
+            CaptureError: If the callable did something that a graph cannot hold.
+            Exception: Whatever `run` raised. The device, the allocator and the generator are usable in either case.
+        """
+
+    def random_state(self) -> torch.Tensor:
+        """Returns the state of the device's default generator."""
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Puts the state of the device's default generator back."""
+
+    def close(self) -> None:
+        """Gives everything back. Graphs made here must not be replayed afterwards."""

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""CUDA graphs behind the backend protocol."""
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_replay.engine.operations import user_line
+from lightning_replay.errors import CaptureError
+from lightning_replay.reasons import Finding, Reason
+
+T = TypeVar("T")
+
+
+class CudaPool:
+    """One private memory pool of the caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self._device = device
+
+    def bytes(self) -> int:
+        """Returns the memory that the allocator reserves for the pool, in bytes."""
+        index = self._device.index
+        return sum(
+            int(segment["total_size"])
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == index and tuple(segment["segment_pool_id"]) == tuple(self.handle)
+        )
+
+
+class CudaGraphBackend:
+    """Records CUDA graphs on one capture stream.
+
+    Capture is `thread_local`, so that loader threads which allocate pinned memory neither fail nor break it, and the
+    garbage collector is off meanwhile: destroying an older graph during a capture would end it.
+
+    Args:
+        device: The CUDA device, with its index.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._generator = torch.cuda.default_generators[device.index]
+
+    def new_pool(self) -> CudaPool:
+        """Returns an empty pool."""
+        return CudaPool(self.device)
+
+    @contextlib.contextmanager
+    def _on_capture_stream(self) -> Iterator[None]:
+        """Makes the capture stream current; work before and after on the caller's stream stays ordered."""
+        caller = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            caller.wait_stream(self._stream)
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """Runs a callable on the capture stream and waits for it.
+
+        cuBLAS takes its workspaces here, in ordinary memory, where the loss of one graph cannot free what another uses.
+
+        Raises:
+            CaptureError: If the callable made the host wait for the device; a capture of it would have failed, and a
+                failed capture costs the generator and every recording.
+        """
+        with self._on_capture_stream():
+            with _sync_warnings() as waits:
+                result = run()
+        if waits:
+            raise CaptureError(Finding(Reason.HOST_SYNC, waits[0], "work that the device can do alone", "a host sync"))
+        torch.cuda.synchronize(self.device)
+        return result
+
+    def capture(self, pool: CudaPool, run: Callable[[], T], *, overwrites_pool: bool = False) -> tuple[Any, T]:
+        """Records what a callable launches."""
+        graph = torch.cuda.CUDAGraph()
+        spare = self._generator.clone_state()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with self._on_capture_stream():
+                graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                except BaseException:
+                    self._abandon(graph, spare)
+                    raise
+                try:
+                    graph.capture_end()
+                except BaseException:
+                    self._abandon(graph, spare)
+                    raise
+        finally:
+            if collecting:
+                gc.enable()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return graph, result
+
+    def _abandon(self, graph: Any, spare: torch.Generator) -> None:
+        """Ends a failed capture so that the stream, the allocator and the generator are usable again."""
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        with contextlib.suppress(RuntimeError):
+            graph.reset()
+        with contextlib.suppress(RuntimeError):  # an asynchronous error of the capture surfaces here, once
+            torch.cuda.synchronize(self.device)
+        try:
+            torch.empty(4, device=self.device).uniform_()
+        except RuntimeError:  # the generator still believes that it is being captured
+            self._generator.graphsafe_set_state(spare)
+            self.generator_replaced = True
+        else:
+            self._generator.set_state(spare.get_state())
+
+    generator_replaced = False
+    """A failed capture cost the generator its state object; earlier graphs draw from the old one."""
+
+    def random_state(self) -> Tensor:
+        """Returns the state of the device's default generator (kept on the host: no sync)."""
+        return self._generator.get_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Puts the state of the device's default generator back."""
+        self._generator.set_state(state)
+
+    def close(self) -> None:
+        """Waits for replays in flight and returns cached memory."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _sync_warnings() -> Iterator[list[str]]:
+    """Collects the places where the host waited for the device."""
+    places: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    shown = warnings.showwarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+
+        def note(message: Any, *args: Any, **kwargs: Any) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                places.append(user_line())
+            else:
+                shown(message, *args, **kwargs)
+
+        warnings.showwarning = note  # type: ignore[assignment]
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Memory with exactly the layout that a kernel saw when it was recorded.
+
+Kernels choose their code by strides and by pointer alignment, and another choice may round differently. So every static
+tensor has the sizes, strides and 16-byte alignment of the tensor it stands for, expanded (stride 0) dimensions included.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes; the widest vector load of torch's element-wise kernels
+
+
+def layout_of(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    """Returns sizes, strides, dtype and device: what `allocate_like` reproduces."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tells whether a tensor is an ordinary strided tensor and not a subclass, sparse, nested or lazy conjugate."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _dense_strides(size: Sequence[int], stride: Sequence[int]) -> bool:
+    expected = 1
+    for extent, step in sorted(
+        ((extent, step) for extent, step in zip(size, stride, strict=True) if extent != 1), key=lambda pair: pair[1]
+    ):
+        if step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tells whether a tensor fills its memory without gaps or overlap, in whatever order of dimensions."""
+    return tensor.numel() == 0 or _dense_strides(tensor.shape, tensor.stride())
+
+
+def without_expanded(tensor: Tensor) -> Tensor:
+    """Returns the view in which each expanded dimension (stride 0) has length one: every element once."""
+    for dim, (extent, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if step == 0 and extent > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Tells whether two elements may share memory, expanded dimensions left aside."""
+    reach = 0
+    pairs = ((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s != 0)
+    for step, extent in sorted(pairs):
+        if step <= reach:
+            return True
+        reach += step * (extent - 1)
+    return False
+
+
+def allocate_like(tensor: Tensor) -> Tensor:
+    """Allocates uninitialised memory with the layout and alignment of `tensor`, in a storage of its own."""
+    lead = (tensor.data_ptr() % ALIGNMENT) // tensor.element_size()
+    if lead == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = torch.empty(lead + span, dtype=tensor.dtype, device=tensor.device)
+    return flat.as_strided(tensor.shape, tensor.stride(), lead)
+
+
+def allocate_gradient(parameter: Tensor) -> Tensor:
+    """Allocates a gradient as autograd's AccumulateGrad lays it out.
+
+    A dense parameter gives its strides to the gradient, any other gets a contiguous one
+    (torch/csrc/autograd/functions/accumulate_grad.h, the gradient layout contract).
+    """
+    if is_dense(parameter):
+        return torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+@torch.no_grad()
+def clone_exactly(tensor: Tensor) -> Tensor:
+    """Returns a detached copy with the same layout and alignment."""
+    copy = allocate_like(tensor)
+    without_expanded(copy).copy_(without_expanded(tensor))
+    return copy
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target with as few kernels as torch knows how to."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:
+        torch._foreach_copy_(list(targets), list(sources))

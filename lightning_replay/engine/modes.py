@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""The process-wide and thread-wide switches of torch that decide which kernels a call launches."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Modes(NamedTuple):
+    """A snapshot of torch's switches. Two equal snapshots make the same call launch the same kernels."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    default_dtype: torch.dtype
+    foreign_modes: int
+    anomaly: bool
+    switches: tuple[Any, ...]
+
+    @property
+    def autocast_caches_weights(self) -> bool:
+        """Tells whether casts of weights are shared by everything under one autocast context."""
+        return self.autocast_cache and any(enabled for _, enabled, _ in self.autocast)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Runs a block under the autocast, default dtype and gradient modes of the snapshot.
+
+        The weight cache of autocast is empty at both ends: a cast made outside would otherwise be frozen into a recording.
+        """
+        before = torch.get_default_dtype()
+        torch.clear_autocast_cache()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
+                )
+            torch.set_default_dtype(self.default_dtype)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
+                torch.clear_autocast_cache()
+
+
+def current_modes(device_type: str) -> Modes:
+    """Reads the switches as they are now, for calls on devices of one type and on the CPU."""
+    kinds = ("cpu",) if device_type == "cpu" else (device_type, "cpu")
+    return Modes(
+        grad=torch.is_grad_enabled(),
+        inference=torch.is_inference_mode_enabled(),
+        autocast=tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+        autocast_cache=torch.is_autocast_cache_enabled(),
+        default_dtype=torch.get_default_dtype(),
+        foreign_modes=torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack(),
+        anomaly=torch.is_anomaly_enabled(),
+        switches=_switches(device_type),
+    )
+
+
+def _switches(device_type: str) -> tuple[Any, ...]:
+    common = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    if device_type != "cuda":
+        return common
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # torch >= 2.9; reading the older names may raise there
+        precision: tuple[Any, ...] = (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
+    else:
+        precision = (matmul.allow_tf32, cudnn.allow_tf32)
+    return (
+        *common,
+        *precision,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Who owns `.grad`.
+
+Note [ownership of a gradient]
+    A backward graph leaves its gradients in the pool, where only the engine reads them. Nothing there is ever bound to a
+    parameter. When Lightning's backward has ended, the gradients are handed over in one of three ways:
+
+    published   No `.grad` is alive and nobody else holds the buffers: a third graph copies the gradients into stable
+                buffers outside of the pool, and the buffers become `.grad`. The usual step; no launch per parameter.
+    added       A `.grad` is alive (accumulation, zeroing in place, a user's own tensor): the gradients are added to it in
+                place, as AccumulateGrad does. The buffer that holds it is written by nothing else.
+    fresh       `.grad` is None, but someone kept a tensor on the buffer (a gradient of an earlier step): the gradient
+                gets new memory, and what was kept keeps its value.
+
+    So no replay ever writes a live or a kept gradient, and there is nothing to copy away before a forward replay.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_replay.engine.backend import Graph, GraphBackend, Pool
+from lightning_replay.engine.layout import allocate_gradient, copy_all
+
+_storage_use_count = torch._C._storage_Use_Count
+
+
+class GradientBuffers:
+    """One stable gradient buffer for each parameter of a region, shared by all of its recordings.
+
+    Args:
+        parameters: The region's parameters.
+
+    Attributes:
+        positions: Position of each parameter, by id.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.positions = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self.buffers: list[Tensor | None] = [None] * len(self.parameters)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._alone: dict[int, tuple[int, int, int]] = {}
+
+    def provide(self, positions: Iterable[int]) -> None:
+        """Allocates the buffers at these positions that do not exist yet."""
+        for i in positions:
+            if self.buffers[i] is None:
+                self.buffers[i] = buffer = allocate_gradient(self.parameters[i])
+                self._storages[i] = buffer.untyped_storage()
+                del buffer
+                self._alone[i] = self._references(i)
+
+    def _references(self, position: int) -> tuple[int, int, int]:
+        """Counts who refers to a buffer: Python to the tensor, C++ to the tensor, tensors to the memory."""
+        buffer = self.at(position)
+        return sys.getrefcount(buffer), buffer._use_count(), _storage_use_count(self._storages[position]._cdata)
+
+    def at(self, position: int) -> Tensor:
+        """Returns the buffer at a position."""
+        buffer = self.buffers[position]
+        assert buffer is not None
+        return buffer
+
+    def is_held(self, position: int) -> bool:
+        """Tells whether anyone but this object refers to the buffer or its memory. `.grad` counts, if bound."""
+        return self._references(position) != self._alone[position]
+
+
+class Publication:
+    """The recorded copy of one recording's gradients into the buffers.
+
+    Args:
+        backend: Where to record.
+        pool: The recording's pool.
+        buffers: The region's buffers.
+        gradients: The recording's gradients in the pool, None where native leaves None.
+    """
+
+    def __init__(
+        self, backend: GraphBackend, pool: Pool, buffers: GradientBuffers, gradients: Sequence[Tensor | None]
+    ) -> None:
+        self.positions = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        self.sources = [gradient for gradient in gradients if gradient is not None]
+        self.buffers = buffers
+        buffers.provide(self.positions)
+        self._parameters = [buffers.parameters[i] for i in self.positions]
+        self._targets = [buffers.at(i) for i in self.positions]
+        self._graph: Graph | None = None
+        if self.sources:
+            run = torch.no_grad()(lambda: copy_all(self._targets, self.sources))
+            backend.warm_up(run)
+            self._graph, _ = backend.capture(pool, run)
+        del self._targets
+
+    def is_possible(self) -> bool:
+        """Tells whether the buffers are free: no `.grad` alive, nothing kept."""
+        return all(p.grad is None for p in self._parameters) and not any(map(self.buffers.is_held, self.positions))
+
+    def publish(self) -> None:
+        """Replays the copy and binds the buffers."""
+        if self._graph is not None:
+            self._graph.replay()
+        held = self.buffers.buffers
+        for parameter, position in zip(self._parameters, self.positions, strict=True):
+            parameter.grad = held[position]
+
+
+@torch.no_grad()
+def hand_over(contributions: Mapping[Parameter, list[Tensor]], buffers: Mapping[Parameter, tuple[GradientBuffers, int]]) -> int:
+    """Hands gradients over where publishing is not possible, as AccumulateGrad would.
+
+    Several contributions to one parameter are summed first, in order of arrival, as autograd's input buffer does.
+
+    Args:
+        contributions: For each parameter its gradients in order of arrival, in memory that only the engine writes.
+        buffers: For each parameter the stable buffer to use if it is free.
+
+    Returns:
+        The number of live gradients that were added to.
+    """
+    live: list[Tensor] = []
+    added: list[Tensor] = []
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    bound: list[tuple[Parameter, Tensor]] = []
+    for parameter, parts in contributions.items():
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        if parameter.grad is not None:
+            live.append(parameter.grad)
+            added.append(total)
+            continue
+        target = None
+        if parameter in buffers:
+            owner, position = buffers[parameter]
+            if owner.buffers[position] is not None and not owner.is_held(position):
+                target = owner.at(position)
+        if target is None:
+            target = allocate_gradient(parameter)
+        targets.append(target)
+        sources.append(total)
+        bound.append((parameter, target))
+    if live:
+        torch._foreach_add_(live, added)
+    copy_all(targets, sources)
+    for parameter, target in bound:
+        parameter.grad = target
+    return len(live)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Everything in a module tree that a recording depends on: taken once, compared before each replay."""
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.modules import module as torch_module
+
+from lightning_replay.guards.reads import names_read
+from lightning_replay.reasons import Finding, Reason
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TORCH_OWN = frozenset(
+    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
+    | {name for name in torch.nn.Module().__dict__ if name.endswith("_hooks") or "_hooks_" in name}
+)
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, deque)
+
+
+def join(prefix: str, name: str) -> str:
+    """Joins two parts of a dotted path."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def find_hooks(name: str, root: Module) -> Finding | None:
+    """Finds a hook on a module of the tree, or one registered for all modules."""
+    if torch_module._has_any_global_hook():
+        return Finding(Reason.HOOKS, name, "no hooks on all modules", "a global module hook is registered")
+    for path, module in root.named_modules():
+        for kind in _HOOKS:
+            if getattr(module, kind):
+                return Finding(Reason.HOOKS, join(name, path), "no hooks", f"{len(getattr(module, kind))} in {kind}")
+    return None
+
+
+def find_hidden_state(name: str, root: Module, device: torch.device) -> Finding | None:
+    """Finds a module whose state lives in a library where it cannot be put back (cuDNN's dropout in an RNN)."""
+    if device.type != "cuda":
+        return None
+    for path, module in root.named_modules():
+        if isinstance(module, torch.nn.RNNBase) and module.dropout > 0 and module.num_layers > 1 and module.training:
+            return Finding(Reason.HIDDEN_STATE, join(name, path), "dropout=0", f"dropout={module.dropout}")
+    return None
+
+
+class ModuleState:
+    """What the modules of a tree hold: members, attributes, parameters and buffers with their memory.
+
+    The comparison reads everything live. It is one pass over prepared lists; only a mismatch is looked at closely.
+
+    Args:
+        name: Dotted path of the root.
+        root: The module.
+        every_attribute: Compare also attributes that no forward pass of the tree reads.
+    """
+
+    def __init__(self, name: str, root: Module, every_attribute: bool = False) -> None:
+        self.name = name
+        self.root = root
+        self._named = [(join(name, path), module) for path, module in root.named_modules()]
+        self._modules = [module for _, module in self._named]
+        self._classes = [type(module) for module in self._modules]
+        self._forwards = {cls: cls.forward for cls in self._classes}
+        self._members = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
+        self._member_names = [tuple(d) for d in self._members]
+        self._member_values = list(chain.from_iterable(d.values() for d in self._members))
+        self._reads = None if every_attribute else names_read(set(self._classes))
+        self._attributes = [self._read_attributes(module) for module in self._modules]
+        self._contents = [_contents(attributes) for attributes in self._attributes]
+        self._sizes = [len(module.__dict__) - ("forward" in module.__dict__) for module in self._modules]
+        self._hooks = [getattr(module, kind) for module in self._modules for kind in _HOOKS]
+        self.parameters: dict[str, Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for path, module in self._named:
+            for key, tensor in chain(module._parameters.items(), module._buffers.items()):
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    target: dict[str, Any] = self.parameters if isinstance(tensor, Parameter) else self.buffers
+                    target[join(path, key)] = tensor
+        self._tensors = [*self.parameters.values(), *self.buffers.values()]
+        self._tensor_names = [*self.parameters, *self.buffers]
+        self._memory = [tensor.data_ptr() for tensor in self._tensors]
+        self._layouts = [_layout(tensor) for tensor in self._tensors]
+
+    def _read_attributes(self, module: Module) -> dict[str, Any]:
+        """Returns the attributes of a module that the comparison is about."""
+        reads = self._reads
+        return {k: v for k, v in module.__dict__.items() if k not in _TORCH_OWN and (reads is None or k in reads)}
+
+    def flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Returns training flags of all modules and trainability of all parameters: part of the signature."""
+        return (
+            tuple([module.training for module in self._modules]),
+            tuple([parameter.requires_grad for parameter in self.parameters.values()]),
+        )
+
+    def trainable(self) -> dict[str, Parameter]:
+        """Returns the parameters that require a gradient, by dotted name."""
+        return {name: p for name, p in self.parameters.items() if p.requires_grad}
+
+    def difference(self) -> Finding | None:
+        """Finds the first thing that is not as it was when this state was taken."""
+        live = list(chain.from_iterable([d.values() for d in self._members]))
+        if len(live) != len(self._member_values) or not all(map(is_, live, self._member_values)):
+            return self._member_difference()
+        if any(self._hooks) or torch_module._has_any_global_hook():
+            return find_hooks(self.name, self.root)
+        if [tensor.data_ptr() for tensor in self._tensors] != self._memory:
+            return self._memory_difference()
+        if [_layout(tensor) for tensor in self._tensors] != self._layouts:
+            return self._memory_difference()
+        if [type(module) for module in self._modules] != self._classes:
+            return self._finding(self.name, "the classes of the modules", "another class")
+        for cls, forward in self._forwards.items():
+            if cls.forward is not forward:
+                return self._finding(self.name, f"{cls.__qualname__}.forward as recorded", "another function")
+        return self._attribute_difference()
+
+    def _finding(self, where: str, expected: str, actual: str) -> Finding:
+        return Finding(Reason.MODULE_CHANGED, where, expected, actual)
+
+    def _member_difference(self) -> Finding:
+        for (path, members), names in zip(self._named_members(), self._member_names, strict=True):
+            if tuple(members) != names:
+                return self._finding(path, f"members {list(names)}", f"{list(members)}")
+        stored = iter(self._member_values)
+        for path, members in self._named_members():
+            for key, value in members.items():
+                if value is not next(stored):
+                    return self._finding(join(path, key), "the object that was recorded", "another object")
+        return self._finding(self.name, "the modules that were recorded", "others")
+
+    def _named_members(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for path, module in self._named:
+            for members in (module._parameters, module._buffers, module._modules):
+                yield path, members
+
+    def _memory_difference(self) -> Finding:
+        pairs = zip(self._tensor_names, self._tensors, self._memory, self._layouts, strict=True)
+        for name, tensor, address, layout in pairs:
+            if _layout(tensor) != layout:
+                return self._finding(name, str(layout), str(_layout(tensor)))
+            if tensor.data_ptr() != address:
+                return self._finding(name, "the memory that was recorded", "new memory (.data = ..., .to(...))")
+        return self._finding(self.name, "the memory that was recorded", "new memory")
+
+    def _attribute_difference(self) -> Finding | None:
+        for index, module in enumerate(self._modules):
+            stored = self._attributes[index]
+            live = module.__dict__
+            if len(live) - ("forward" in live) == self._sizes[index] and all(
+                map(is_, map(live.get, stored), stored.values())
+            ):
+                if self._contents[index] and (key := _content_difference(self._contents[index])) is not None:
+                    return self._finding(join(self._named[index][0], key), "the contents as recorded", "other contents")
+                continue
+            now = self._read_attributes(module)
+            for key in (*stored, *now):
+                same = key in stored and key in now and _same_value(stored[key], now[key])
+                if not same:
+                    where = join(self._named[index][0], key)
+                    return self._finding(where, _show(stored.get(key, _MISSING)), _show(now.get(key, _MISSING)))
+            self._attributes[index] = now
+            self._contents[index] = _contents(now)
+            self._sizes[index] = len(live) - ("forward" in live)
+        return None
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "no such attribute"
+
+
+_MISSING = _Missing()
+
+
+def _contents(attributes: dict[str, Any]) -> list[tuple[str, Any, list[Any]]]:
+    """Returns name, container and items of each container among the attributes."""
+    return [(k, v, _items(v)) for k, v in attributes.items() if isinstance(v, _CONTAINERS)]
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+
+
+def _content_difference(contents: list[tuple[str, Any, list[Any]]]) -> str | None:
+    for key, container, items in contents:
+        live = _items(container)
+        if len(live) != len(items) or not all(map(_same_value, live, items)):
+            return key
+    return None
+
+
+def _same_value(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float):
+        return left.hex() == right.hex()
+    return isinstance(left, _SCALARS) and bool(left == right)
+
+
+def _show(value: Any) -> str:
+    return repr(value) if isinstance(value, _SCALARS) or value is _MISSING else f"a {type(value).__qualname__}"
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+class AttributeWatch:
+    """Tells whether a run sets attributes, fills containers or rebinds members of a module tree, and undoes it.
+
+    Args:
+        name: Dotted path of the root.
+        root: The module, before the run.
+    """
+
+    def __init__(self, name: str, root: Module) -> None:
+        self._state = ModuleState(name, root, every_attribute=True)
+        self._versions = [parameter._version for parameter in self._state.parameters.values()]
+        self._saved = [(module.__dict__, dict(module.__dict__)) for module in root.modules()]
+        self._containers = [
+            (value, copy.copy(value))
+            for _, attributes in self._saved
+            for value in attributes.values()
+            if isinstance(value, _CONTAINERS)
+        ]
+
+    def difference(self) -> Finding | None:
+        """Finds what the run changed."""
+        found = self._state.difference()
+        if found is not None and found.reason is Reason.MODULE_CHANGED:
+            reason = Reason.BUFFER_REBOUND if found.where in self._state.buffers else Reason.ATTRIBUTE_WRITTEN
+            return Finding(reason, found.where, "no change by the forward pass", found.actual)
+        for (name, parameter), version in zip(self._state.parameters.items(), self._versions, strict=True):
+            if parameter._version != version:
+                return Finding(Reason.PARAMETER_WRITTEN, name, "parameters that are only read", "written in place")
+        return found
+
+    def restore(self) -> None:
+        """Puts attributes, members and the contents of containers back."""
+        for live, saved in self._saved:
+            if list(live) != list(saved) or not all(map(is_, live.values(), saved.values())):
+                live.clear()
+                live.update(saved)
+        for container, saved in self._containers:
+            if isinstance(container, dict):
+                container.clear()
+                container.update(saved)
+            elif isinstance(container, set):
+                container.clear()
+                container |= saved
+            elif isinstance(container, list):
+                container[:] = saved
+            else:
+                container.clear()
+                container.extend(saved)

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Why a step ran natively: the closed list of reasons, and one finding of such a reason.
+
+A check anywhere in the package returns a `Finding` or None; it never logs, raises or decides. One place (the runner, or
+the strategy for a whole fit) acts on it.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Reason(Enum):
+    """Why a step, or a part of it, ran natively. The value is the stable key used in reports and JSON.
+
+    Attributes:
+        cause: One sentence on what was met.
+        cure: What a user can do about it.
+    """
+
+    # -- the normal life of a recording
+    WARM_UP = ("warm_up", "The signature is still being observed before it is recorded.", "Nothing: this ends by itself.")
+    RECORDING = ("recording", "The step trained natively while its recording was made.", "Nothing: once per recording.")
+    BUDGET = (
+        "budget",
+        "As many recordings exist as max_recordings allows.",
+        "Raise max_recordings, or give the network fewer different shapes (pad, bucket, drop_last=True).",
+    )
+    NO_REGION = (
+        "no_region",
+        "training_step called no module that owns trainable parameters and could be recorded.",
+        "Call the network as a module, self.net(batch), or name it with modules=[...].",
+    )
+    UNRECORDED_MODE = (
+        "unrecorded_mode",
+        "The call ran without gradients, in inference mode, or with the module in evaluation mode.",
+        "Nothing: such calls are native by design.",
+    )
+    LAST_BATCH = (
+        "last_batch",
+        "A shape met only as the last batch of an epoch is not recorded.",
+        "drop_last=True in the DataLoader if every step should be replayed.",
+    )
+    # -- the fit as a whole
+    UNKNOWN_CONTRACT = (
+        "unknown_contract",
+        "The installed Lightning is not one whose closure contract was inspected, or it was changed at run time.",
+        "Install an inspected release (see docs/compatibility) and remove patches of Lightning.",
+    )
+    NO_CUDA = (
+        "no_cuda",
+        "The training device is not a CUDA device.",
+        'Train on a GPU; backend="tape" runs the engine on a CPU for debugging.',
+    )
+    MANUAL_OPTIMIZATION = (
+        "manual_optimization",
+        "The LightningModule optimizes by hand.",
+        "Use automatic optimization.",
+    )
+    NO_OPTIMIZER = ("no_optimizer", "configure_optimizers returned no optimizer.", "Return an optimizer.")
+    OPTIMIZER = (
+        "optimizer",
+        "The optimizer evaluates its closure several times a step.",
+        "Use an optimizer that evaluates its closure once (not LBFGS).",
+    )
+    DETECT_ANOMALY = ("detect_anomaly", "Anomaly detection watches every operation.", "Trainer(detect_anomaly=False).")
+    COMPILED_MODULE = (
+        "compiled_module",
+        "The LightningModule itself was compiled.",
+        "Compile a submodule instead: self.net = torch.compile(net).",
+    )
+    DATALOADER_ITER = (
+        "dataloader_iter",
+        "training_step takes a dataloader_iter instead of a batch.",
+        "Take a batch: training_step(self, batch, batch_idx).",
+    )
+    OVERRIDDEN_BACKWARD = (
+        "overridden_backward",
+        "The LightningModule overrides backward().",
+        "Remove the override, or return the loss from training_step and let Lightning call backward.",
+    )
+    # -- the module
+    HOOKS = (
+        "hooks",
+        "A module in the region has forward or backward hooks; a replay would not run them.",
+        "Remove the hooks, or name modules without hooks with modules=[...].",
+    )
+    REPLACED_FORWARD = (
+        "replaced_forward",
+        "The module's forward was replaced on the instance.",
+        "Undo the replacement (make_graphed_callables and similar wrappers cannot be combined with replay).",
+    )
+    MODULE_CHANGED = (
+        "module_changed",
+        "A module, parameter, buffer or attribute that the recording depends on was replaced or changed.",
+        "Nothing if it was intended: the region is recorded again. Avoid changing attributes every step.",
+    )
+    ATTRIBUTE_WRITTEN = (
+        "attribute_written",
+        "The forward pass sets attributes or fills containers; a replay would not.",
+        "Return the value instead, or set it in training_step.",
+    )
+    BUFFER_REBOUND = (
+        "buffer_rebound",
+        "The forward pass replaces a buffer by a new tensor.",
+        "Update it in place: self.buf.copy_(new) or self.buf.add_(1).",
+    )
+    PARAMETER_WRITTEN = (
+        "parameter_written",
+        "The forward pass changes a parameter in place.",
+        "Compute with a changed copy (a parametrization) instead.",
+    )
+    LOG_IN_REGION = (
+        "log_in_region",
+        "self.log is called inside the recorded module; a replay would not log.",
+        "Log in training_step from the module's results.",
+    )
+    SHARED_PARAMETER = (
+        "shared_parameter",
+        "A parameter used several times in the region is used outside of it too, so the order of its gradient sum differs.",
+        "Move the outside use into the module.",
+    )
+    # -- arguments, results, memory
+    ARGUMENT = (
+        "argument",
+        "An argument of the call cannot be taken apart into tensors and plain values.",
+        "Pass tensors, numbers, strings, None, and lists, tuples, dicts or dataclasses of these.",
+    )
+    UNSUPPORTED_TENSOR = (
+        "unsupported_tensor",
+        "A tensor argument, result or gradient is sparse, nested, a subclass, overlaps itself or is on another device.",
+        "Move it to the training device as a plain strided tensor before the call.",
+    )
+    INPUT_WRITTEN = (
+        "input_written",
+        "The forward pass changes one of its arguments in place.",
+        "Clone the argument inside the module first.",
+    )
+    OUTPUT_ALIAS = (
+        "output_alias",
+        "A result shares memory with an argument, a parameter, a buffer or another result.",
+        "Return a copy: x.clone().",
+    )
+    RESULT = (
+        "result",
+        "The result of the call cannot be taken apart, or it changed its structure between two calls of one signature.",
+        "Return tensors, plain values, and lists, tuples, dicts or dataclasses of these.",
+    )
+    NO_GRADIENT = (
+        "no_gradient",
+        "No result of the call received a gradient.",
+        "Nothing: there is no backward pass to replay.",
+    )
+    FOREIGN_GRAPH = (
+        "foreign_graph",
+        "The forward pass uses trainable tensors that are neither its arguments nor its own parameters.",
+        "Pass them as arguments or register them as parameters of the module.",
+    )
+    # -- what a recording cannot hold
+    HOST_SYNC = (
+        "host_sync",
+        "The region waits for the device: .item(), nonzero, boolean masks, printing or copying to the CPU.",
+        "Keep the value on the device, or do it in training_step outside of the network.",
+    )
+    HOST_TENSOR = (
+        "host_tensor",
+        "The region uses a CPU tensor or copies one to the device.",
+        "Create the tensor on the device, or register it as a buffer.",
+    )
+    HOST_RANDOM = (
+        "host_random",
+        "The region draws random numbers on the host (Python, NumPy, CPU torch) or from a private generator.",
+        "Draw them in training_step and pass them in, or use the device's default generator.",
+    )
+    HIDDEN_STATE = (
+        "hidden_state",
+        "The region uses library state that cannot be put back: the dropout of a cuDNN RNN.",
+        "Use dropout=0 in the RNN and nn.Dropout between layers.",
+    )
+    HIGHER_ORDER = (
+        "higher_order",
+        "The region's results were differentiated with create_graph=True.",
+        "Nothing: gradients of gradients are native by design.",
+    )
+    REPEATED_BACKWARD = (
+        "repeated_backward",
+        "The region was differentiated more than once for one forward pass, or outside of Lightning's backward.",
+        "Nothing: such steps are native by design.",
+    )
+    PENDING = (
+        "pending",
+        "An earlier call still waits for its backward pass, and its activations must not be overwritten.",
+        "Drop references to outputs of earlier steps that will never be differentiated.",
+    )
+    COTANGENTS = (
+        "cotangents",
+        "The gradient reached other results, or arrived in another layout, than when the region was recorded.",
+        "Let the same results contribute to the loss in every step.",
+    )
+    # -- failures
+    CAPTURE_FAILED = (
+        "capture_failed",
+        "Warm-up or capture raised an error.",
+        "Read the error in the message; report it if it looks like ours.",
+    )
+    OUT_OF_MEMORY = (
+        "out_of_memory",
+        "There was not enough device memory for a recording.",
+        "Lower max_recordings or the batch size.",
+    )
+    MISMATCH = (
+        "mismatch",
+        "A trial replay of a real batch differed from the native result.",
+        "Report it with the message; the region stays native.",
+    )
+    INVALIDATED = ("invalidated", "Recordings were dropped on request.", "Nothing: they are made again.")
+
+    def __new__(cls, key: str, cause: str, cure: str) -> "Reason":
+        """Makes the key the value and hangs cause and cure on the member."""
+        member = object.__new__(cls)
+        member._value_ = key
+        member.cause = cause
+        member.cure = cure
+        return member
+
+    cause: str
+    cure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One reason met at one place.
+
+    Attributes:
+        reason: Which of the known reasons.
+        where: Dotted path of the module, argument or attribute concerned.
+        expected: What a replay needs, in words.
+        actual: What was met, in words.
+    """
+
+    reason: Reason
+    where: str
+    expected: str = ""
+    actual: str = ""
+
+    def __str__(self) -> str:
+        return five_parts(
+            what=f"{self.reason.cause} [{self.reason.value}]",
+            where=self.where,
+            expected=self.expected,
+            actual=self.actual,
+            cure=self.reason.cure,
+        )
+
+
+def five_parts(what: str, where: str, expected: str, actual: str, cure: str) -> str:
+    """Formats every message of the package: what happened, where, expected, actual, what to do."""
+    lines = [what, f"  where:    {where}"]
+    if expected:
+        lines.append(f"  expected: {expected}")
+    if actual:
+        lines.append(f"  actual:   {actual}")
+    lines.append(f"  to do:    {cure}")
+    return "\n".join(lines)

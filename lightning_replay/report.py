@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""What was replayed, what was not and why."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_replay.reasons import Reason
+
+
+@dataclass(slots=True)
+class RecordingStats:
+    """One recording, counted while it is in use.
+
+    Attributes:
+        region: Dotted path of the recorded module.
+        signature: The tensor arguments it was recorded for.
+        capture_seconds: Time from the end of the native step to the certified recording.
+        pool_bytes: Device memory of its pool, shared by the recordings of one call position.
+        certified: "bitwise", "nondeterministic" or "off".
+        replays: How often it was replayed.
+    """
+
+    region: str
+    signature: str
+    capture_seconds: float
+    pool_bytes: int
+    certified: str
+    replays: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """The record of all training steps since the strategy was first used or reset.
+
+    Attributes:
+        steps_total: Training steps seen.
+        steps_replayed: Steps in which at least one region was replayed.
+        steps_native: Steps in which none was.
+        reasons: For each reason, the number of calls or steps that were native because of it.
+        recordings: The recordings, retired ones included.
+        norm_replays: Replays of a recorded gradient norm.
+        gradients_published: Backward passes after which buffers were bound without a launch per parameter.
+        gradients_added: Backward passes after which gradients were added to live ones.
+        messages: For each reason met, the message of its first finding.
+    """
+
+    steps_total: int = 0
+    steps_replayed: int = 0
+    steps_native: int = 0
+    reasons: dict[Reason, int] = field(default_factory=dict)
+    recordings: tuple[RecordingStats, ...] = ()
+    norm_replays: int = 0
+    gradients_published: int = 0
+    gradients_added: int = 0
+    messages: dict[Reason, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report with plain keys and values, ready for JSON."""
+        plain = asdict(self)
+        plain["reasons"] = {reason.value: count for reason, count in self.reasons.items()}
+        plain["messages"] = {reason.value: message for reason, message in self.messages.items()}
+        return plain
+
+    def to_json(self) -> str:
+        """Returns the report as JSON."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        share = self.steps_replayed / self.steps_total if self.steps_total else 0.0
+        lines = [
+            f"steps: {self.steps_total} in all, {self.steps_replayed} replayed ({share:.0%}), {self.steps_native} native",
+        ]
+        if self.recordings:
+            rows = [
+                (r.region, r.signature, str(r.replays), f"{r.capture_seconds:.2f} s", _mebibytes(r.pool_bytes), r.certified)
+                for r in self.recordings
+            ]
+            lines += ["", *_table(("region", "signature", "replays", "recorded in", "pool", "certified"), rows)]
+        if self.reasons:
+            rows = [(r.value, str(count), r.cause) for r, count in sorted(self.reasons.items(), key=lambda i: -i[1])]
+            lines += ["", *_table(("native because", "count", "meaning"), rows)]
+        return "\n".join(lines)
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

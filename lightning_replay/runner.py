@@ -1,0 +1,722 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Run training steps with recorded regions. Knows torch only; the strategy tells it when a step and a backward begin.
+
+Note [one step]
+    forward    Every call of a region goes through `_call`: dispatch decides, and the call is run natively (perhaps
+               observed, perhaps kept as a sample) or replayed as one autograd node.
+    backward   The node replays the backward graph. When autograd is done, the gradients of all calls are handed over,
+               and samples are made into recordings: the native step is over then, its activations are freed, and
+               the incoming gradients of the sample are known.
+"""
+
+import contextlib
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_replay.certification import Trial, Verdict, certify
+from lightning_replay.dispatch import Action, Decision, Dispatcher, Engaged, Region, Slot
+from lightning_replay.engine import tree
+from lightning_replay.engine.backend import GraphBackend
+from lightning_replay.engine.interposition import interposed
+from lightning_replay.engine.layout import clone_exactly
+from lightning_replay.engine.recording import Call, Recorder, Recording, Reference, check_outputs, take_apart
+from lightning_replay.engine.snapshot import HostRandom, Snapshot
+from lightning_replay.engine.standins import stand_ins
+from lightning_replay.errors import CaptureError, NotReplayedError
+from lightning_replay.gradients import Publication, hand_over
+from lightning_replay.guards.module import AttributeWatch, join
+from lightning_replay.inspection import Inspector
+from lightning_replay.reasons import Finding, Reason
+from lightning_replay.report import RecordingStats
+
+StepAction = Literal["native", "record", "replay"]
+
+MAX_COTANGENT_MISMATCHES = 3
+"""Backward passes redone natively, because another set of results got gradients, before a recording is retired."""
+
+
+@dataclass(eq=False)
+class Sample:
+    """A native call kept to be recorded after its backward.
+
+    Attributes:
+        before: Random states and buffers at entry.
+        after: The same at exit.
+        outputs: Copies of its outputs.
+        cotangents: Copies of the gradients that its outputs received.
+    """
+
+    region: Region
+    slot: Slot
+    key: Any
+    call: Call
+    signature: str
+    before: Snapshot
+    after: Snapshot
+    outputs: list[Tensor]
+    differentiable: list[bool]
+    cotangents: list[Tensor | None]
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """A replayed call whose backward has not come yet.
+
+    Attributes:
+        random_before: The generator's state at entry, if the call draws from it.
+        hooked: Parameters whose gradients go through autograd because hooks wait there.
+        done: Its backward has been.
+        gradients: Its gradients for the region's parameters, once it has been differentiated.
+        recomputed: They come from a native run instead of the backward graph.
+    """
+
+    runner: "Runner"
+    region: Region
+    engaged: Engaged
+    random_before: Tensor | None
+    hooked: list[Parameter]
+    done: bool = False
+    gradients: list[Tensor | None] = field(default_factory=list)
+    recomputed: bool = False
+
+
+class ReplayFunction(torch.autograd.Function):
+    """One replayed call as one autograd node."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: PendingCall, inputs: list[Tensor], anchor: Tensor, *trainable: Tensor) -> Any:
+        """Replays the forward graph; `trainable` are the inputs and parameters that get gradients through autograd."""
+        ctx.pending = pending
+        ctx.set_materialize_grads(False)
+        recording = pending.engaged.recording
+        outputs = recording.forward(inputs)
+        flags = zip(outputs, recording.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(output for output, differentiable in flags if not differentiable))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        """Replays the backward graph."""
+        return None, None, None, *ctx.pending.runner._differentiate(ctx.pending, cotangents)
+
+
+class Runner:
+    """Records and replays the regions of one training run.
+
+    Args:
+        backend: Makes the graphs.
+        warmup_steps: Native sightings of a signature before it is recorded.
+        max_recordings: Recordings kept for each region.
+        certify: How a fresh recording is compared with native before it is used.
+        on_finding: Called for each finding that makes a call native.
+    """
+
+    def __init__(
+        self,
+        backend: GraphBackend,
+        warmup_steps: int,
+        max_recordings: int,
+        certify: Literal["auto", "bitwise", "off"],
+        on_finding: Callable[[Finding], None],
+    ) -> None:
+        self._backend = backend
+        self._dispatcher = Dispatcher(backend.device, backend.new_pool, warmup_steps, max_recordings)
+        self._certify = certify
+        self._on_finding = on_finding
+        self.regions: list[Region] = []
+        self._in_backward = False
+        self._counts = True
+        self._samples: list[Sample] = []
+        self._roots: list[tuple[Region, Any]] = []
+        self._arrived: list[PendingCall] = []
+        self.recordings: list[RecordingStats] = []
+        self._step: Counter[Action] = Counter()
+        self._anchor = torch.zeros((), device=backend.device, requires_grad=True)
+        self.published = 0
+        self.added = 0
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    @property
+    def inside_region(self) -> Region | None:
+        """The region whose own code is running natively, if any."""
+        return self._inside
+
+    _inside: Region | None = None
+
+    def add_region(self, name: str, module: Module) -> None:
+        """Adds a module whose calls are to be recorded."""
+        self.regions.append(_make_region(name, module))
+
+    def discover(self, root: Module, step: Callable[[], Any]) -> Any:
+        """Runs a step and takes the outermost calls of parameter-owning modules as regions.
+
+        Args:
+            root: The module tree in which calls are watched, the root itself included.
+            step: The step.
+        """
+        self._begin_step(counts=True)
+        wrappers = {}
+        for path, module in _uncompiled_modules(root):
+            if any(True for _ in module.parameters()):
+                wrappers[module] = self._discovering(path or "self", module)
+        with interposed(wrappers):
+            return step()
+
+    def _discovering(self, path: str, module: Module) -> Callable[..., Any]:
+        """Returns a forward that makes its module a region at the first call from outside of all regions."""
+        candidate = _make_region(path, module)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._inside is None and candidate not in self.regions:
+                self.regions.append(candidate)
+            return self._call(candidate, args, kwargs)
+
+        return forward
+
+    def run_step(self, step: Callable[[], Any], counts: bool) -> Any:
+        """Runs a step with the regions interposed.
+
+        Args:
+            step: The step.
+            counts: Whether its calls count towards new recordings.
+        """
+        self._begin_step(counts)
+        with interposed({region.module: self._wrapper(region) for region in self.regions}):
+            return step()
+
+    def _begin_step(self, counts: bool) -> None:
+        self._step = Counter()
+        self._counts = counts
+        self._forget_step()
+        for region in self.regions:
+            region.calls = 0
+
+    @property
+    def last_action(self) -> StepAction:
+        """What the last step was: "record" if any call was sampled, "replay" if any was replayed, else "native"."""
+        if self._step[Action.RECORD]:
+            return "record"
+        return "replay" if self._step[Action.REPLAY] else "native"
+
+    def _forget_step(self) -> None:
+        """Drops what a step without a backward left behind."""
+        self._samples.clear()
+        self._roots.clear()
+        self._arrived.clear()
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _wrapper(self, region: Region) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call(region, args, kwargs)
+
+        return forward
+
+    def _call(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call of a region, natively or as a replay."""
+        if self._inside is not None:
+            return region.run(*args, **kwargs)
+        if self._in_backward:  # activation checkpointing around a region runs it again
+            return self._run_natively(region, args, kwargs)
+        decision = self._dispatcher.decide(region, args, kwargs, self._counts)
+        self._step[decision.action] += 1
+        if decision.finding is not None:
+            self._on_finding(decision.finding)
+        if decision.action is Action.REPLAY:
+            return self._replay(region, decision)
+        if decision.action is Action.NATIVE:
+            return self._run_natively(region, args, kwargs)
+        return self._observe(region, decision, args, kwargs)
+
+    def _run_natively(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._inside = region
+        try:
+            return region.run(*args, **kwargs)
+        finally:
+            self._inside = None
+
+    def refuse(self, region: Region, finding: Finding) -> None:
+        """Makes a region native for good."""
+        region.retire(finding)
+        region.refusal = finding
+        self._on_finding(finding)
+
+    def _observe(self, region: Region, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call natively and watches what it does; keeps it as a sample if it is to be recorded."""
+        assert decision.arguments is not None and decision.modes is not None and decision.slot is not None
+        assert region.state is not None
+        tensors = decision.arguments.tensors
+        recording = decision.action is Action.RECORD
+        call = Call(
+            name=region.name,
+            run=region.run,
+            structure=decision.arguments.structure,
+            inputs=[clone_exactly(t) for t in tensors] if recording else [],
+            paths=decision.arguments.paths,
+            differentiable=[t.requires_grad for t in tensors],
+            modes=decision.modes,
+        )
+        watch = AttributeWatch(region.name, region.module)
+        versions = [t._version for t in tensors]
+        before = Snapshot(self._backend, region.state.buffers if recording else {})
+        result = self._run_natively(region, args, kwargs)
+        after = Snapshot(self._backend, region.state.buffers if recording else {})
+        finding = watch.difference() or region.refusal
+        if (drawn := after.host_random.moved_since(before.host_random)) is not None:
+            finding = Finding(Reason.HOST_RANDOM, region.name, f"random numbers drawn on {self._backend.device}", drawn)
+        for path, tensor, version in zip(call.paths, tensors, versions, strict=True):
+            if tensor._version != version:
+                finding = Finding(Reason.INPUT_WRITTEN, path, "arguments that are only read", "written in place")
+        others = {path: t for path, t in zip(call.paths, tensors, strict=True)}
+        others |= region.state.parameters | region.state.buffers
+        try:
+            parts = take_apart(result, tensors, region.name)
+            finding = finding or check_outputs(parts, others, self._backend.device)
+        except CaptureError as error:
+            finding = finding or error.finding
+        if finding is not None:
+            self.refuse(region, finding)
+            return result
+        outputs = parts.outputs
+        sample = None
+        if recording:
+            sample = Sample(
+                region=region,
+                slot=decision.slot,
+                key=decision.key,
+                call=call,
+                signature=str(decision.arguments),
+                before=before,
+                after=after,
+                outputs=[clone_exactly(output) for output in outputs],
+                differentiable=[output.requires_grad for output in outputs],
+                cotangents=[None] * len(outputs),
+            )
+            self._samples.append(sample)
+        for position, output in enumerate(outputs):
+            if output.requires_grad:
+                output.register_hook(self._observer(region, sample, position))
+                self._roots.append((region, output.grad_fn))
+        return result
+
+    def _observer(self, region: Region, sample: Sample | None, position: int) -> Callable[[Tensor], None]:
+        """Returns a hook that notes the gradient an output of a native call receives."""
+        seen = False
+        refuse = weakref.WeakMethod(self.refuse)
+
+        def note(gradient: Tensor) -> None:
+            nonlocal seen
+            if (act := refuse()) is None or region.refusal is not None:
+                return
+            if torch.is_grad_enabled():
+                act(region, Finding(Reason.HIGHER_ORDER, region.name, "one plain backward", "create_graph=True"))
+            elif seen or not self._in_backward:
+                actual = "another backward" if seen else "a backward inside training_step"
+                act(region, Finding(Reason.REPEATED_BACKWARD, region.name, "one backward by Lightning", actual))
+            elif sample is not None:
+                sample.cotangents[position] = clone_exactly(gradient)
+            seen = True
+
+        return note
+
+    def _replay(self, region: Region, decision: Decision) -> Any:
+        """Replays a call: arguments in, launch, results out."""
+        assert decision.slot is not None and decision.arguments is not None
+        engaged = decision.slot.engaged[decision.key]
+        recording = engaged.recording
+        tensors = decision.arguments.tensors
+        engaged.stats.replays += 1
+        if any(recording.differentiable):
+            random_before = self._backend.random_state() if recording.draws else None
+            pending = PendingCall(self, region, engaged, random_before, _hooked(engaged))
+            decision.slot.waiting = weakref.ref(pending)
+            trainable = [t for t in tensors if t.requires_grad]
+            outputs = ReplayFunction.apply(pending, tensors, self._anchor, *trainable, *pending.hooked)
+        else:
+            outputs = recording.forward(tensors)
+        kinds = {"output": outputs, "input": tensors}
+        given = (kinds[kind][position] for kind, position in recording.result.slots)
+        return tree.rebuild(recording.result.structure, given)
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Surrounds the autograd pass of a step.
+
+        Args:
+            loss: The tensor that is differentiated.
+        """
+        outside = self._outside_uses(loss)
+        before = {p: p.grad for p in outside}
+        for parameter in before:
+            parameter.grad = None
+        self._in_backward = True
+        try:
+            yield
+            self._settle(before)
+        finally:
+            self._in_backward = False
+            for parameter, gradient in before.items():
+                if gradient is not None and parameter.grad is not gradient:
+                    if parameter.grad is not None:
+                        with torch.no_grad():
+                            gradient.add_(parameter.grad)
+                    parameter.grad = gradient
+            self._arrived.clear()
+        samples, self._samples = self._samples, []
+        self._roots.clear()
+        for sample in samples:
+            if sample.region.refusal is None:
+                self._record(sample)
+
+    def _outside_uses(self, loss: Tensor) -> list[Parameter]:
+        """Walks the autograd graph around the regions' calls and finds their parameters in it.
+
+        Returns:
+            The parameters that replayed calls and operations outside of them share.
+        """
+        inner = {node for _, node in self._roots}
+        shared: list[Parameter] = []
+        replayed: set[int] = set()
+        pending = [loss.grad_fn] if loss.grad_fn is not None else []
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            if node in inner:
+                continue
+            if isinstance(node, ReplayFunction._backward_cls):  # type: ignore[attr-defined]
+                replayed |= node.pending.engaged.publication.buffers.positions.keys()  # type: ignore[union-attr]
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                for region in self.regions:
+                    if region.buffers is not None and id(variable) in region.buffers.positions:
+                        region.outside.add(region.buffers.positions[id(variable)])
+                        shared.append(variable)
+                continue
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+        return [parameter for parameter in dict.fromkeys(shared) if id(parameter) in replayed]
+
+    def _differentiate(self, pending: PendingCall, cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Replays the backward of a call; called by autograd.
+
+        Raises:
+            NotReplayedError: If the call is differentiated in a way that a recording cannot give.
+        """
+        name = pending.region.name
+        if torch.is_grad_enabled():
+            raise NotReplayedError(Finding(Reason.HIGHER_ORDER, name, "one plain backward", "create_graph=True"))
+        if pending.done or not self._in_backward:
+            actual = "another backward" if pending.done else "a backward outside of Lightning's"
+            raise NotReplayedError(Finding(Reason.REPEATED_BACKWARD, name, "one backward by Lightning", actual))
+        pending.done = True
+        engaged = pending.engaged
+        recording = engaged.recording
+        if recording.matches(cotangents):
+            recording.backward(cotangents)
+            pending.gradients = recording.gradients
+            inputs = [None if g is None else clone_exactly(g) for g in recording.input_gradients]
+        else:
+            pending.recomputed = True
+            pending.gradients, inputs = self._recompute(pending, cotangents)
+            engaged.mismatches += 1
+            finding = Finding(Reason.COTANGENTS, name, "gradients for the same results", "another set or layout")
+            self._on_finding(finding)
+            if engaged.mismatches >= MAX_COTANGENT_MISMATCHES:
+                pending.region.retire(finding)
+        self._arrived.append(pending)
+        trainable = [g for g, wanted in zip(inputs, recording.call.differentiable, strict=True) if wanted]
+        return *trainable, *self._through_autograd(pending)
+
+    def _through_autograd(self, pending: PendingCall) -> list[Tensor | None]:
+        """Gives the gradients of hooked parameters to autograd, in memory of their own."""
+        if not pending.hooked:
+            return []
+        positions = pending.engaged.publication.buffers.positions
+        gradients = list(pending.gradients)
+        given: list[Tensor | None] = []
+        for parameter in pending.hooked:
+            position = positions[id(parameter)]
+            gradient = gradients[position]
+            given.append(None if gradient is None else clone_exactly(gradient))
+            gradients[position] = None
+        pending.gradients = gradients
+        return given
+
+    def _recompute(
+        self, pending: PendingCall, cotangents: tuple[Tensor | None, ...]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Runs a replayed call natively from the state at its entry, and differentiates that run."""
+        recording = pending.engaged.recording
+        buffers = pending.engaged.publication.buffers
+        now = Snapshot(self._backend, recording.written)
+        for buffer, shadow in zip(recording.written.values(), recording.shadows, strict=True):
+            buffer.data.copy_(shadow)
+        if pending.random_before is not None:
+            self._backend.set_random_state(pending.random_before)
+        trainable = [i for i, p in enumerate(buffers.parameters) if p.requires_grad]
+        try:
+            with stand_ins(pending.region.module, [buffers.parameters[i] for i in trainable]) as leaves:
+                recorder = Recorder(self._backend, recording.pool, recording.call, leaves, cotangents)
+                gradients, inputs = recorder.differentiate_natively()
+        finally:
+            now.restore()
+        return _spread(gradients, trainable, len(buffers.parameters)), inputs
+
+    def _settle(self, shared: dict[Parameter, Tensor | None]) -> None:
+        """Hands the gradients of all calls of the step over to the parameters."""
+        arrived = self._arrived
+        if not arrived:
+            return
+        if len(arrived) == 1 and not shared and not arrived[0].recomputed:
+            pending = arrived[0]
+            publication = pending.engaged.publication
+            if pending.gradients is pending.engaged.recording.gradients and publication.is_possible():
+                publication.publish()
+                self.published += 1
+                return
+        contributions: dict[Parameter, list[Tensor]] = {}
+        several: dict[Parameter, Region] = {}
+        owners = {}
+        for pending in arrived:
+            buffers = pending.engaged.publication.buffers
+            recording = pending.engaged.recording
+            for position, gradient in enumerate(pending.gradients):
+                if gradient is not None:
+                    parameter = buffers.parameters[position]
+                    contributions.setdefault(parameter, []).append(gradient)
+                    owners.setdefault(parameter, (buffers, position))
+                    if position in recording.several_uses:
+                        several[parameter] = pending.region
+        for parameter, parts in contributions.items():
+            region = several.get(parameter)
+            if region is not None and len(parts) + (parameter in shared) > 1:
+                actual = "a use that was not there when the region was recorded"
+                raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, region.name, "one use of it", actual))
+        if hand_over(contributions, owners):
+            self.added += 1
+
+    # -- recording -----------------------------------------------------------------------------------------------
+
+    def _record(self, sample: Sample) -> None:
+        """Makes a sample into a recording, or refuses its region. Leaves no trace either way."""
+        region = sample.region
+        assert region.state is not None
+        if sample.slot.is_pending():
+            return
+        started = time.perf_counter()
+        present = Snapshot(self._backend, region.state.buffers)
+        weights = Snapshot(self._backend, region.state.parameters)
+        attributes = AttributeWatch(region.name, region.module)
+        finding = None
+        try:
+            engaged = self._make(sample)
+            engaged.stats.capture_seconds = time.perf_counter() - started
+        except CaptureError as error:
+            finding = error.finding
+        except torch.cuda.OutOfMemoryError as error:
+            finding = Finding(Reason.OUT_OF_MEMORY, region.name, "memory for a recording", str(error).split("\n")[0])
+        except Exception as error:  # noqa: BLE001 - whatever a user's forward raises under capture
+            finding = Finding(Reason.CAPTURE_FAILED, region.name, "a recording", f"{type(error).__name__}: {error}")
+        finally:
+            changed = attributes.difference()
+            attributes.restore()
+            written = Snapshot(self._backend, region.state.parameters).names_changed_since(weights)
+            weights.restore()
+            present.restore()
+        if finding is None and changed is not None:
+            finding = changed
+        if finding is None and written:
+            finding = Finding(Reason.PARAMETER_WRITTEN, written[0], "parameters that are only read", "written in place")
+        if finding is not None:
+            self.refuse(region, finding)
+            self._drop_if_generator_was_replaced()
+            return
+        sample.slot.engaged[sample.key] = engaged
+        self.recordings.append(engaged.stats)
+
+    def _drop_if_generator_was_replaced(self) -> None:
+        """After a failed capture the generator may have a new state object; recordings draw from the old one."""
+        if getattr(self._backend, "generator_replaced", False):
+            self._backend.generator_replaced = False  # type: ignore[attr-defined]
+            for region in self.regions:
+                if any(engaged.recording.draws for engaged in region.engaged()):
+                    region.retire(Finding(Reason.CAPTURE_FAILED, region.name, "the generator it was recorded with", "another"))
+
+    def _make(self, sample: Sample) -> Engaged:
+        """Warms up, captures and certifies.
+
+        Raises:
+            CaptureError: If the call cannot be recorded, or a trial replay differs from native.
+        """
+        region, call = sample.region, sample.call
+        assert region.state is not None and region.buffers is not None
+        parameters = region.buffers.parameters
+        trainable = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
+        written = {name: region.state.buffers[name] for name in sample.after.names_changed_since(sample.before)}
+        with stand_ins(region.module, [parameters[i] for i in trainable]) as leaves:
+            recorder = Recorder(self._backend, sample.slot.pool, call, leaves, sample.cotangents)
+            watched = (*region.state.buffers.values(), *(c for c in sample.cotangents if c is not None))
+            inspector = Inspector(self._backend.device, call.inputs, parameters, watched)
+
+            def run_native(watch: bool) -> tuple[Reference, Trial]:
+                sample.before.restore()
+                with inspector if watch and not _is_compiled(region.module) else contextlib.nullcontext():
+                    reference = recorder.run_reference()
+                trial = self._trial(sample, reference.outputs, reference.gradients, reference.input_gradients, trainable)
+                return reference, trial
+
+            reference, first = run_native(watch=True)
+            self._check_sharing(region, call, reference, trainable)
+            sample.before.restore()
+            recording = recorder.record(reference, written, sample.after.drew_since(sample.before))
+            recording.kept_alive.extend(inspector.foreign)
+            recording.gradients = _spread(recording.gradients, trainable, len(parameters))
+            recording.several_uses = frozenset(trainable[i] for i in recording.several_uses)
+            verdict = Verdict("off")
+            if self._certify != "off":
+                verdict = self._try_replay(sample, recording, first, lambda: run_native(watch=False)[1], trainable)
+        publication = Publication(self._backend, recording.pool, region.buffers, recording.gradients)
+        stats = RecordingStats(region.name, sample.signature, 0.0, recording.pool.bytes(), verdict.equal)
+        return Engaged(recording, publication, stats)
+
+    def _check_sharing(self, region: Region, call: Call, reference: Reference, trainable: list[int]) -> None:
+        """Refuses a region whose parameters get gradients from several places in an order we cannot keep."""
+        assert region.buffers is not None
+        several = {trainable[i] for i in reference.several_uses}
+        reached = {trainable[i] for i, gradient in enumerate(reference.gradients) if gradient is not None}
+        elsewhere = set(region.outside)
+        if region.most_calls > 1:
+            elsewhere |= reached
+        for other in self.regions:
+            if other is not region and other.buffers is not None:
+                owned = other.buffers.positions
+                elsewhere |= {i for i in reached if id(region.buffers.parameters[i]) in owned}
+        critical = (elsewhere & reached) if call.modes.autocast_caches_weights else (elsewhere & several)
+        if critical:
+            assert region.state is not None
+            name = list(region.state.parameters)[min(critical)]
+            raise CaptureError(
+                Finding(Reason.SHARED_PARAMETER, name, "one place that gives it a gradient", "several calls or uses")
+            )
+
+    def _trial(
+        self,
+        sample: Sample,
+        outputs: list[Tensor],
+        gradients: list[Tensor | None],
+        input_gradients: list[Tensor | None],
+        trainable: list[int],
+    ) -> Trial:
+        """Collects what a run produced: copies, by dotted name."""
+        region = sample.region
+        assert region.state is not None
+        names = list(region.state.parameters)
+        trial: Trial = {f"{region.name}()[{i}]": output.clone() for i, output in enumerate(outputs)}
+        for i, gradient in zip(trainable, gradients, strict=True):
+            trial[f"{names[i]}.grad"] = None if gradient is None else gradient.clone()
+        for path, gradient in zip(sample.call.paths, input_gradients, strict=True):
+            trial[f"{path}.grad"] = None if gradient is None else gradient.clone()
+        for name, buffer in region.state.buffers.items():
+            trial[name] = buffer.detach().clone()
+        trial["the device's random state"] = self._backend.random_state()
+        return trial
+
+    def _try_replay(
+        self, sample: Sample, recording: Recording, first: Trial, run_native: Callable[[], Trial], trainable: list[int]
+    ) -> Verdict:
+        """Replays a fresh recording once from the state of the sample, and compares with native.
+
+        Raises:
+            CaptureError: If the replay must not be used.
+        """
+        sample.before.restore()
+        outputs = recording.forward([clone_exactly(t) for t in sample.call.inputs])
+        recording.backward([None if c is None else clone_exactly(c) for c in sample.cotangents])
+        gradients = [recording.gradients[i] for i in trainable]
+        replay = self._trial(sample, outputs, gradients, recording.input_gradients, trainable)
+        sample.after.restore()
+        trained = self._trial(sample, sample.outputs, gradients, recording.input_gradients, trainable)
+        verdict = certify(
+            "bitwise" if self._certify == "bitwise" else "auto",
+            [trained, first],
+            replay,
+            run_native,
+            repeats=torch.are_deterministic_algorithms_enabled(),
+        )
+        if not verdict.equal:
+            raise CaptureError(Finding(Reason.MISMATCH, sample.region.name, "a replay equal to native", verdict.difference))
+        return verdict
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def invalidate(self, finding: Finding) -> None:
+        """Drops all recordings; they are made again when their signatures have been seen often enough."""
+        for region in self.regions:
+            strikes = region.strikes
+            region.retire(finding)
+            region.strikes, region.refusal = strikes, None
+
+    def close(self) -> None:
+        """Gives all recordings back."""
+        self._forget_step()
+        for region in self.regions:
+            region.slots.clear()
+        self.regions.clear()
+        self._backend.close()
+
+
+def _make_region(name: str, module: Module) -> Region:
+    region = Region(name, module, module.forward)
+    if "forward" in module.__dict__ and type(module).__name__ != "OptimizedModule":
+        actual = f"an instance attribute {module.__dict__['forward']!r}"
+        region.refusal = Finding(Reason.REPLACED_FORWARD, name, "the forward of its class", actual)
+    return region
+
+
+def _hooked(engaged: Engaged) -> list[Parameter]:
+    """Returns the parameters with tensor hooks or post-accumulate hooks."""
+    publication = engaged.publication
+    parameters = [publication.buffers.parameters[i] for i in publication.positions]
+    return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+
+
+def _spread(gradients: list[Tensor | None], positions: list[int], length: int) -> list[Tensor | None]:
+    """Places the gradients of some parameters among all."""
+    placed: list[Tensor | None] = [None] * length
+    for position, gradient in zip(positions, gradients, strict=True):
+        placed[position] = gradient
+    return placed
+
+
+def _is_compiled(root: Module) -> bool:
+    """Tells whether torch.compile is at work in a module tree; a dispatch mode would switch it off."""
+    return any(_is_compiled_itself(module) for module in root.modules())
+
+
+def _is_compiled_itself(module: Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def _uncompiled_modules(root: Module, path: str = "") -> Iterator[tuple[str, Module]]:
+    """Yields a module tree without what lies inside compiled modules: an attribute set there would recompile them."""
+    if root._compiled_call_impl is None:
+        yield path, root
+    if _is_compiled_itself(root):
+        return
+    for name, child in root.named_children():
+        yield from _uncompiled_modules(child, join(path, name))

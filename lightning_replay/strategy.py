@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""The strategy: the only place that meets the Trainer."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_replay.engine.backend import GraphBackend
+from lightning_replay.engine.cuda import CudaGraphBackend
+from lightning_replay.engine.interposition import Shadowed
+from lightning_replay.engine.tape import TapeBackend
+from lightning_replay.errors import NotReplayedError
+from lightning_replay.fit import find_fit_reason
+from lightning_replay.reasons import Finding, Reason, five_parts
+from lightning_replay.report import RecordingStats, ReplayReport
+from lightning_replay.runner import Runner, StepAction
+
+_QUIET = frozenset({Reason.WARM_UP, Reason.RECORDING, Reason.UNRECORDED_MODE, Reason.LAST_BATCH, Reason.INVALIDATED})
+"""Reasons of a healthy run: counted, never warned about, never an error."""
+
+
+class ReplayWarning(UserWarning):
+    """A step, or a whole fit, runs natively; the message says why."""
+
+
+class ReplayStrategy(SingleDeviceStrategy):
+    """Trains on a single device and replays what a training step launches as CUDA graphs, bit for bit the same.
+
+    Use it as `Trainer(strategy=ReplayStrategy())`, or `strategy="replay"` once `lightning_replay` is imported. Whatever
+    cannot be replayed exactly runs as it would with Lightning's own strategy; `report()` says what and why.
+
+    Args:
+        device: The device, such as "cuda:1" or 1. None takes the one that the Trainer chose.
+        scope: What is recorded as one unit. "network": the calls of modules made by `training_step`.
+        modules: Dotted names of the modules whose calls are recorded, such as ["net"]; "self" is the LightningModule's
+            own forward. None discovers the outermost calls.
+        warmup_steps: Native steps with a signature before it is recorded; at least 1.
+        max_recordings: Signatures (shapes, dtypes, modes) recorded for each module; more run natively. At least 1.
+        certify: Compare a trial replay of a real batch with the native result before a recording is used. "bitwise"
+            demands equal bits; "auto" accepts native's own spread where native does not repeat itself; "off" trusts.
+        capture_gradient_norm: Record the gradient norm of clipping too.
+        on_native: What happens when a step runs natively for a reason other than warm-up: "warn" once a reason, raise
+            an "error", or "ignore".
+        backend: "auto" (CUDA graphs on a CUDA device, native elsewhere), "cuda", or "tape", a slow stand-in that runs
+            everything but the speed-up on any device.
+        accelerator: As in Lightning's strategies.
+        checkpoint_io: As in Lightning's strategies.
+        precision_plugin: As in Lightning's strategies.
+
+    Raises:
+        ValueError: If an argument has a value that is not accepted.
+        TypeError: If an argument has a type that is not accepted.
+    """
+
+    strategy_name = "replay"
+
+    def __init__(
+        self,
+        device: int | str | torch.device | None = None,
+        *,
+        scope: Literal["network"] = "network",
+        modules: Sequence[str] | None = None,
+        warmup_steps: int = 3,
+        max_recordings: int = 8,
+        certify: Literal["auto", "bitwise", "off"] = "auto",
+        capture_gradient_norm: bool = True,
+        on_native: Literal["warn", "error", "ignore"] = "warn",
+        backend: Literal["auto", "cuda", "tape"] = "auto",
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        _check_choice("scope", scope, ("network",))
+        _check_choice("certify", certify, ("auto", "bitwise", "off"))
+        _check_choice("on_native", on_native, ("warn", "error", "ignore"))
+        _check_choice("backend", backend, ("auto", "cuda", "tape"))
+        _check_count("warmup_steps", warmup_steps)
+        _check_count("max_recordings", max_recordings)
+        _check_names(modules)
+        if backend == "cuda" and not torch.cuda.is_available():
+            cure = 'use backend="auto", or backend="tape" to debug on a CPU'
+            raise ValueError(_argument_message("backend", "cuda", "a machine with a CUDA device", cure))
+        self._explicit_device = None if device is None else _as_device(device)
+        super().__init__(
+            device=self._explicit_device or torch.device("cpu"),
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._given_accelerator = accelerator
+        self._given_precision = precision_plugin
+        self._given_checkpoint_io = checkpoint_io
+        self._modules = None if modules is None else tuple(modules)
+        self._warmup_steps = warmup_steps
+        self._max_recordings = max_recordings
+        self._certify: Literal["auto", "bitwise", "off"] = certify
+        self._on_native = on_native
+        self._backend = backend
+        self._capture_gradient_norm = capture_gradient_norm
+        self._runner: Runner | None = None
+        self._fit_finding: Finding | None = None
+        self._fit_checked = False
+        self._warned: set[tuple[Reason, str]] = set()
+        self._last_action: StepAction = "native"
+        self._reset_counts()
+
+    # -- what the Trainer sets -----------------------------------------------------------------------------------
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """Always None: Lightning assigns the chosen devices here, and must be free to do so for each Trainer."""
+        return None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if not devices:
+            return
+        if len(devices) > 1:
+            raise ValueError(
+                _argument_message("devices", len(devices), "devices=1 or a list of one index", "pass devices=1 or devices=[0]")
+            )
+        if self._explicit_device is None:
+            self._root_device = devices[0]
+        elif self._explicit_device.type != devices[0].type:
+            raise ValueError(
+                _argument_message(
+                    "device",
+                    str(self._explicit_device),
+                    f"a {devices[0].type} device, as the Trainer's accelerator",
+                    "leave device out, or pass the matching accelerator to the Trainer",
+                )
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes, always 1; Lightning assigns the Trainer's value here."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, count: int) -> None:
+        if count != 1:
+            raise ValueError(_argument_message("num_nodes", count, "1", "train on one node, or use a DDP strategy"))
+
+    @property
+    def _layer_sync(self) -> None:
+        return None
+
+    @_layer_sync.setter
+    def _layer_sync(self, value: object) -> None:
+        if value is not None:
+            raise ValueError(
+                _argument_message("sync_batchnorm", True, "False", "with a single device there is nothing to synchronize")
+            )
+
+    # -- life of a fit -------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        self._drop_recordings()
+        self._fit_checked = False
+        self._warned.clear()
+        super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        self._drop_recordings()
+        super().teardown()
+        self._fit_finding = None
+        self._fit_checked = False
+        # Lightning refuses a strategy that still carries what an earlier Trainer's connector put on it.
+        self._accelerator = self._given_accelerator
+        self._precision_plugin = self._given_precision
+        self._checkpoint_io = self._given_checkpoint_io
+        if self._explicit_device is None:
+            self._root_device = torch.device("cpu")
+
+    def _drop_recordings(self) -> None:
+        """Gives all recordings back, keeping what is reported of them."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            self._take_counts(runner)
+            runner.close()
+
+    def _start(self) -> Runner | None:
+        """Checks the fit at its first step, and makes the runner unless the whole fit is native."""
+        if not self._fit_checked:
+            self._fit_checked = True
+            module = self._module()
+            self._fit_finding = self._device_finding() or find_fit_reason(module.trainer, module)
+            if self._fit_finding is None:
+                self._runner = Runner(
+                    self._make_backend(),
+                    warmup_steps=self._warmup_steps,
+                    max_recordings=self._max_recordings,
+                    certify=self._certify,
+                    on_finding=self._meet,
+                )
+                for name in self._modules or ():
+                    self._runner.add_region(name, _named_module(module, name))
+        return self._runner
+
+    def _device_finding(self) -> Finding | None:
+        if self._backend == "tape" or self.root_device.type == "cuda":
+            return None
+        if self._backend == "cuda":
+            cure = 'pass accelerator="gpu" to the Trainer, or backend="auto"'
+            raise ValueError(_argument_message("backend", "cuda", f"a CUDA device, not {self.root_device}", cure))
+        return Finding(Reason.NO_CUDA, "Trainer(accelerator=...)", "a CUDA device", f"{self.root_device}")
+
+    def _make_backend(self) -> GraphBackend:
+        if self._backend == "tape":
+            return TapeBackend(self.root_device)
+        return CudaGraphBackend(self.root_device)
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        runner = self._start()
+        self._steps_total += 1
+        self._last_action = "native"
+        module = self._module()
+
+        def step() -> Any:
+            return super(ReplayStrategy, self).training_step(*args, **kwargs)
+
+        if runner is None:
+            assert self._fit_finding is not None
+            self._meet(self._fit_finding)
+            return step()
+        with Shadowed(module, "log", self._watched_log(runner, module)):
+            if not runner.regions:
+                result = runner.discover(module, step)
+                if not runner.regions:
+                    where, actual = f"{type(module).__name__}.training_step", "no call of a module with parameters"
+                    self._meet(Finding(Reason.NO_REGION, where, "self.net(...)", actual))
+            else:
+                # A ragged batch comes once an epoch, as the last of several.
+                ragged = module.trainer.is_last_batch and module.trainer.fit_loop.epoch_loop.batch_idx > 0
+                result = runner.run_step(step, counts=not ragged)
+        self._last_action = runner.last_action
+        self._steps_replayed += self._last_action == "replay"
+        return result
+
+    def _watched_log(self, runner: Runner, module: LightningModule) -> Callable[..., None]:
+        """Returns `module.log`, refusing the region whose own code calls it."""
+        log = module.log
+
+        def watched(*args: Any, **kwargs: Any) -> None:
+            region = runner.inside_region
+            if region is not None and region.refusal is None:
+                name = repr(args[0] if args else kwargs.get("name"))
+                runner.refuse(region, Finding(Reason.LOG_IN_REGION, region.name, "no self.log in it", f"logs {name}"))
+            log(*args, **kwargs)
+
+        return watched
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._runner is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        # The body of Lightning's Strategy.backward (the same in all inspected releases), with ours around autograd.
+        module = self._module()
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)  # type: ignore[assignment]
+        with self._runner.backward(closure_loss):
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)  # type: ignore[assignment]
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _meet(self, finding: Finding) -> None:
+        """Acts on a finding: counts it, and warns or raises as asked."""
+        self._reasons[finding.reason] += 1
+        self._messages.setdefault(finding.reason, str(finding))
+        if finding.reason in _QUIET or self._on_native == "ignore":
+            return
+        if self._on_native == "error":
+            raise NotReplayedError(finding)
+        if (finding.reason, finding.where) not in self._warned:
+            self._warned.add((finding.reason, finding.where))
+            warnings.warn(str(finding), ReplayWarning, stacklevel=2)
+
+    # -- for the user --------------------------------------------------------------------------------------------
+
+    @property
+    def last_action(self) -> StepAction:
+        """What the last training step was: "native", "record" (trained natively, then recorded) or "replay"."""
+        return self._last_action
+
+    @property
+    def recordings(self) -> tuple[RecordingStats, ...]:
+        """What is known of every recording, those of earlier fits included."""
+        return (*self._recordings, *(self._runner.recordings if self._runner is not None else ()))
+
+    def invalidate(self, reason: str) -> None:
+        """Drops all recordings. They are made again once their signatures have been seen `warmup_steps` times.
+
+        Args:
+            reason: Why, in words, for the report.
+        """
+        finding = Finding(Reason.INVALIDATED, "ReplayStrategy.invalidate", "", reason)
+        if self._runner is not None:
+            self._runner.invalidate(finding)
+        self._meet(finding)
+
+    def report(self) -> ReplayReport:
+        """Returns the record of all training steps since this object was made."""
+        runner = self._runner
+        return ReplayReport(
+            steps_total=self._steps_total,
+            steps_replayed=self._steps_replayed,
+            steps_native=self._steps_total - self._steps_replayed,
+            reasons=dict(self._reasons),
+            recordings=self.recordings,
+            gradients_published=self._published + (runner.published if runner is not None else 0),
+            gradients_added=self._added + (runner.added if runner is not None else 0),
+            messages=dict(self._messages),
+        )
+
+    def _reset_counts(self) -> None:
+        self._steps_total = 0
+        self._steps_replayed = 0
+        self._published = 0
+        self._added = 0
+        self._reasons: Counter[Reason] = Counter()
+        self._messages: dict[Reason, str] = {}
+        self._recordings: list[RecordingStats] = []
+
+    def _take_counts(self, runner: Runner) -> None:
+        self._published += runner.published
+        self._added += runner.added
+        self._recordings += runner.recordings
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+
+def _argument_message(name: str, given: object, accepted: str, cure: str) -> str:
+    return five_parts(f"ReplayStrategy cannot be used with {name}={given!r}", name, accepted, repr(given), cure)
+
+
+def _check_choice(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(_argument_message(name, value, " or ".join(map(repr, accepted)), "pass one of these"))
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(_argument_message(name, value, "an int of at least 1", "pass a positive int"))
+    if value < 1:
+        raise ValueError(_argument_message(name, value, "an int of at least 1", "pass a positive int"))
+
+
+def _check_names(modules: object) -> None:
+    if modules is None:
+        return
+    if isinstance(modules, str) or not isinstance(modules, Sequence) or not all(isinstance(m, str) for m in modules):
+        raise TypeError(_argument_message("modules", modules, "a list of dotted names", 'pass for example ["net"]'))
+    if not modules:
+        raise ValueError(_argument_message("modules", modules, "at least one name, or None", "leave modules out"))
+
+
+def _as_device(device: object) -> torch.device:
+    try:
+        if isinstance(device, bool):
+            raise TypeError
+        made = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):
+        message = _argument_message("device", device, 'a device such as "cuda:0", or its index', "pass one, or leave it out")
+        raise ValueError(message) from None
+    if made.type == "cuda" and made.index is None:
+        made = torch.device("cuda", 0)
+    return made
+
+
+def _named_module(root: LightningModule, name: str) -> torch.nn.Module:
+    if name == "self":
+        return root
+    known = dict(root.named_modules())
+    if name not in known or not name:
+        near = ", ".join(repr(path) for path in list(known)[1:12])
+        raise ValueError(_argument_message("modules", name, f"a name such as {near}", "use a name of named_modules()"))
+    return known[name]
