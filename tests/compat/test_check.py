@@ -2,15 +2,8 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """The contract check sees every way in which the Lightning of this process can differ from the inspected one."""
 
-import ast
 import functools
-import inspect
 import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-from types import CellType, CodeType, FunctionType
 
 import lightning
 import lightning.pytorch as pl
@@ -19,70 +12,12 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization import automatic
 
-from lightning_replay.compat import check, load_contract
+from lightning_replay.compat import check
 from lightning_replay.compat import live as live_module
-from lightning_replay.compat.live import find, functions_of, parse_code, split_name
+from lightning_replay.compat.live import find, functions_of
+from tests.compat.patches import CONTRACT, PINNED, add_statement, hide, owner_of, rebuilt, reword, shadowable
 
 pytestmark = pytest.mark.matrix
-
-CONTRACT = load_contract(lightning.__version__)
-PINNED = sorted(CONTRACT.functions) if CONTRACT else []
-
-
-def owner_of(name):
-    """The class or module that holds a pinned function, and the attribute."""
-    module, path = split_name(name)
-    owner = sys.modules[module]
-    for part in path[:-1]:
-        owner = getattr(owner, part)
-    return owner, path[-1]
-
-
-def rebuilt(name, folder, edit):
-    """The pinned function with its syntax tree edited: same module, same name, same decorators, readable source."""
-    module, value = find(name)
-
-    def rebuild(function):
-        if function is None:
-            return None
-        inner = inspect.unwrap(function)
-        node = parse_code(inner.__code__, inner.__globals__)
-        edit(node)
-        node.decorator_list, decorators = [], node.decorator_list
-        path = folder / f"{node.name}_{len(list(folder.iterdir()))}.py"
-        # Decorators stay in the file as text, since a fingerprint counts them, but Python must not run them twice.
-        head = "".join(f"@{ast.unparse(decorator)}\n" for decorator in decorators)
-        path.write_text(head + ast.unparse(node), encoding="utf-8")
-        outer = compile(path.read_text(encoding="utf-8"), str(path), "exec")
-        code = next(const for const in outer.co_consts if isinstance(const, CodeType) and const.co_name == node.name)
-        # A method that says super() needs a cell for its class; nobody calls this one.
-        names = code.co_freevars
-        new = FunctionType(code, vars(module), node.name, inner.__defaults__, tuple(CellType() for _ in names))
-        new.__qualname__ = inner.__qualname__
-        return wrapped_like(function, new)
-
-    if isinstance(value, property):
-        return property(rebuild(value.fget), rebuild(value.fset), rebuild(value.fdel))
-    new = rebuild(functions_of(value)[0])
-    return type(value)(new) if isinstance(value, classmethod | staticmethod) else new
-
-
-def wrapped_like(function, new):
-    """Put a copy of Lightning's own decorator, if any, around a function."""
-    if not hasattr(function, "__wrapped__"):
-        return new
-    copy = FunctionType(function.__code__, function.__globals__, function.__name__, None, function.__closure__)
-    copy.__wrapped__ = new
-    return copy
-
-
-def add_statement(node):
-    node.body.insert(0, ast.parse("changed = True").body[0])
-
-
-def reword(node):
-    node.body.insert(0, ast.parse("'A docstring.'").body[0])
-    node.returns = ast.parse("'int'", mode="eval").body
 
 
 @pytest.fixture
@@ -133,40 +68,11 @@ def test_a_body_that_is_only_reworded_is_known(name, monkeypatch, tmp_path):
     assert check().known
 
 
-def shadowable():
-    """Every pinned method with a live object of a fit on which an attribute could hide it."""
-    precisions = {"Mixed": "bf16-mixed", "Half": "bf16-true", "Double": "64-true"}
-    places = {
-        "Trainer": lambda t: t,
-        "_FitLoop": lambda t: t.fit_loop,
-        "_TrainingEpochLoop": lambda t: t.fit_loop.epoch_loop,
-        "_AutomaticOptimization": lambda t: t.fit_loop.epoch_loop.automatic_optimization,
-        "LightningOptimizer": lambda t: t.strategy._lightning_optimizers[0],
-        "Strategy": lambda t: t.strategy,
-        "SingleDeviceStrategy": lambda t: t.strategy,
-        "LightningModule": lambda t: t.lightning_module,
-        "ModelHooks": lambda t: t.lightning_module,
-        "Profiler": lambda t: t.profiler,
-        "PassThroughProfiler": lambda t: t.profiler,
-        "Precision": lambda t: t.precision_plugin,
-        "MixedPrecision": lambda t: t.precision_plugin,
-        "HalfPrecision": lambda t: t.precision_plugin,
-        "DoublePrecision": lambda t: t.precision_plugin,
-    }
-    for name in PINNED:
-        kind, method = name.split(".")[-2:]
-        is_property = isinstance(find(name)[1], property)  # which no attribute of an object can hide
-        if kind in places and not is_property and not method.startswith("__"):
-            precision = precisions.get(kind.removesuffix("Precision"), "32-true")
-            yield pytest.param(name, method, places[kind], precision, id=name)
-
-
-@pytest.mark.parametrize(("name", "method", "place", "precision"), list(shadowable()))
-def test_an_attribute_that_hides_a_method_is_seen_and_named(name, method, place, precision):
+@pytest.mark.parametrize(("name", "place", "precision"), [pytest.param(*case, id=case[0]) for case in shadowable()])
+def test_an_attribute_that_hides_a_method_is_seen_and_named(name, place, precision):
     trainer = make_trainer(precision)
-    value = place(trainer)
-    genuine = getattr(value, method)
-    vars(value)[method] = lambda *args, **kwargs: genuine(*args, **kwargs)
+    value, method = place(trainer, trainer.lightning_module), name.split(".")[-1]
+    hide(value, method)
     verdict = check(trainer)
     assert not verdict.known
     # A method that is overridden on the way has two pinned names; both are right.
@@ -302,22 +208,3 @@ def test_the_second_check_reads_no_source(monkeypatch):
     assert check().known
     monkeypatch.setattr(live_module, "parse_code", lambda *args: pytest.fail("source was read again"))
     assert check().known
-
-
-@pytest.mark.slow
-def test_an_install_without_sources_is_unknown(tmp_path):
-    copy = tmp_path / "lightning"
-    shutil.copytree(Path(lightning.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    # A release compiled for distribution: byte code beside where the source was, and no source.
-    subprocess.run([sys.executable, "-m", "compileall", "-q", "-b", str(copy)], check=True)
-    for source in copy.rglob("*.py"):
-        source.unlink()
-    code = "import lightning; from lightning_replay.compat import check; print(lightning.__file__); print(check())"
-    paths = [str(tmp_path), str(Path(__file__).parents[2])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    where, verdict = result.stdout.splitlines()[-2:]
-    assert where.startswith(str(copy))
-    assert "known=False" in verdict
-    assert "its source cannot be read" in verdict
