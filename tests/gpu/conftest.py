@@ -7,15 +7,19 @@ Environment:
     LIGHTNING_REPLAY_RECEIPT=FILE writes the verdicts of the parity cases there as JSON.
 """
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from tests.helpers.parity import Verdict
+
 # Read when the first cuBLAS handle is made, so it is set before anything starts CUDA.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+_PROPERTY = "lightning_replay_verdict"
 _VERDICTS: list[dict[str, Any]] = []
 
 
@@ -33,9 +37,10 @@ def cuda() -> None:
 
 
 @pytest.fixture
-def verdicts() -> list[dict[str, Any]]:
-    """Verdicts appended here go to the terminal summary and to the receipt, whether their test passes or not."""
-    return _VERDICTS
+def keep(record_property: Callable[[str, object], None]) -> Callable[[Verdict], None]:
+    """Verdicts given to this go to the terminal summary and to the receipt, whether their test passes or not."""
+    # A property of the test's report travels to the controlling process when tests are spread over several.
+    return lambda verdict: record_property(_PROPERTY, json.dumps(verdict.as_dict()))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,6 +51,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.outcome = "failed"
         report.longrepr = f"LIGHTNING_REPLAY_REQUIRE_GPU is set and the test did not run. {reason}"
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call":
+        _VERDICTS.extend(json.loads(str(value)) for name, value in report.user_properties if name == _PROPERTY)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -63,7 +73,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = os.environ.get("LIGHTNING_REPLAY_RECEIPT")
-    if not path or not _VERDICTS:
+    if not path or not _VERDICTS or hasattr(session.config, "workerinput"):
         return
     from tests.benchmarks.receipt import command_line, receipt, write
 

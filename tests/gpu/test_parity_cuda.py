@@ -5,6 +5,7 @@
 Every case trains native, native, replay from one seed: the second native run says whether native repeats itself.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.helpers.trace import ZeroGradTrace
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 STEPS = 60
+Keep = Callable[[Verdict], None]
 
 
 def _timm(model: str, **options: Any) -> Case:
@@ -61,7 +63,7 @@ CASES = [
 ]
 
 
-def _run(case: Case, precision: str, verdicts: list[dict[str, Any]], steps: int = STEPS, **options: Any) -> Verdict:
+def _run(case: Case, precision: str, keep: Keep, steps: int = STEPS, **options: Any) -> Verdict:
     from lightning_replay import ReplayStrategy
 
     verdict = run_case(
@@ -73,35 +75,35 @@ def _run(case: Case, precision: str, verdicts: list[dict[str, Any]], steps: int 
         gradients="fingerprint",
         **options,
     )
-    verdicts.append(verdict.as_dict())
+    keep(verdict)
     return verdict
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" (plain attention)", "_plain"))
-def test_equals_native(case: Case, precision: str, verdicts: list[dict[str, Any]]) -> None:
+def test_equals_native(case: Case, precision: str, keep: Keep) -> None:
     if case not in (DIGITS, GPT, GPT_PLAIN):
         pytest.importorskip("timm")
 
-    verdict = _run(case, precision, verdicts)
+    verdict = _run(case, precision, keep)
 
     check(verdict)
     if not verdict.control_equal:
         print(f"native does not repeat itself, equality not asserted: {verdict.control_differences}")
 
 
-def test_live_gradients_survive_the_next_forward(verdicts: list[dict[str, Any]]) -> None:
+def test_live_gradients_survive_the_next_forward(keep: Keep) -> None:
     """A callback reads ``.grad`` between the next forward and ``zero_grad``: it must be the last step's, clipped."""
-    verdict = _run(_renamed(GPT_PLAIN, "gradients read late"), "bf16-mixed", verdicts, 20, make_trace=ZeroGradTrace)
+    verdict = _run(_renamed(GPT_PLAIN, "gradients read late"), "bf16-mixed", keep, 20, make_trace=ZeroGradTrace)
 
     assert verdict.control_equal, verdict.control_differences
     assert verdict.replay.gradients_at_zero, "the hook has seen no gradient"
     check(verdict)
 
 
-def test_accumulation(verdicts: list[dict[str, Any]]) -> None:
+def test_accumulation(keep: Keep) -> None:
     """Two micro-batches an optimizer step: the second backward adds to the first one's gradients."""
-    verdict = _run(_renamed(GPT_PLAIN, "accumulation of 2"), "bf16-mixed", verdicts, 20, accumulate_grad_batches=2)
+    verdict = _run(_renamed(GPT_PLAIN, "accumulation of 2"), "bf16-mixed", keep, 20, accumulate_grad_batches=2)
 
     assert verdict.control_equal, verdict.control_differences
     assert len(verdict.replay.gradients) == 10
