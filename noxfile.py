@@ -22,6 +22,7 @@ NEWEST = RELEASES[-1]
 MATRIX_TESTS = ["tests/compat", "tests/strategy", "tests/parity"]
 
 ENVIRONMENT = ROOT / ".nox" / "shared"
+RESULTS = ROOT / ".nox" / "matrix"
 BIN = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
 
 nox.options.sessions = ["tests"]
@@ -73,9 +74,12 @@ def matrix(session: nox.Session) -> None:
 
 @shared
 def matrix_full(session: nox.Session) -> None:
-    """Run what depends on Lightning on every release."""
+    """Run what depends on Lightning on every release and write the outcome into the documentation."""
     install(session)
-    run_matrix(session, RELEASES)
+    try:
+        run_matrix(session, RELEASES)
+    finally:
+        run(session, "python", "compat/write_table.py", str(RESULTS))
 
 
 @shared
@@ -171,8 +175,9 @@ def run_matrix(session: nox.Session, releases: list[str]) -> None:
     failed = []
     for release in releases:
         session.log(f"Lightning {release}")
+        results = f"--junit-xml={RESULTS / release}.xml"
         try:
-            pytest(session, *paths, PYTHONPATH=str(layer(session, release)), EXPECTED_LIGHTNING=release)
+            pytest(session, *paths, results, PYTHONPATH=str(layer(session, release)), EXPECTED_LIGHTNING=release)
         except nox.command.CommandFailed:
             failed.append(release)
     if failed:

@@ -104,7 +104,15 @@ def test_the_workflow_is_pinned_and_takes_its_rows_from_the_matrix():
     assert (RELEASES[-1], MATRIX["python"]["newest"]) in combinations
 
 
-# -- the inspection tool
+def test_the_documentation_lists_every_release():
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (on|off) \|", page, flags=re.MULTILINE)
+    facts = [load_contract(version) for version in RELEASES]
+    caches = ["on" if contract.facts["autocast_weight_cache"] else "off" for contract in facts]
+    assert rows == [(c.version, c.inspected, cache) for c, cache in zip(facts, caches, strict=True)]
+
+
+# -- the tools
 
 
 def load(name):
