@@ -73,9 +73,14 @@ def check_imports(name: str, pinned: Collection[str]) -> None:
     genuine = vars(import_module(home))[path[0]]
     for module_name in _modules(frozenset(pinned)):
         held = vars(import_module(module_name)).get(path[0], genuine)
-        # Lightning itself has a few names twice, such as Precision.
-        if held is not genuine and getattr(held, "__module__", "").split(".")[0] not in _HOMES:
+        if held is not genuine and not _is_at_home(held):
             raise LookupFailed(f"{module_name}.{path[0]} is {_describe(held)}")
+
+
+def _is_at_home(value: object) -> bool:
+    """Tell whether Lightning itself defines an object: it has a few names twice, such as Precision."""
+    home, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+    return home.split(".")[0] in _HOMES and vars(import_module(home)).get(name) is value
 
 
 @cache

@@ -128,6 +128,16 @@ def test_a_class_replaced_only_where_it_was_imported_is_seen(monkeypatch):
     assert "strategies.strategy.LightningOptimizer is" in verdict.actual
 
 
+def test_a_function_wrapped_only_where_it_was_imported_is_seen(monkeypatch):
+    from lightning.pytorch.strategies import strategy
+
+    genuine = strategy._init_optimizers_and_lr_schedulers
+    monkeypatch.setattr(strategy, genuine.__name__, functools.wraps(genuine)(lambda model: genuine(model)))
+    verdict = check()
+    assert verdict.function.endswith("core.optimizer._init_optimizers_and_lr_schedulers")
+    assert "strategies.strategy._init_optimizers_and_lr_schedulers is" in verdict.actual
+
+
 def test_a_removed_function_is_seen(monkeypatch):
     monkeypatch.delattr(automatic.Closure, "__call__")
     verdict = check()
