@@ -17,7 +17,8 @@ Note [ownership of a gradient]
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from lightning_replay.engine.backend import Graph, GraphBackend, Pool
 from lightning_replay.engine.layout import allocate_gradient, copy_all
 
 _storage_use_count = torch._C._storage_Use_Count
+_tensor_use_count = Tensor._use_count
 
 
 class GradientBuffers:
@@ -50,15 +52,9 @@ class GradientBuffers:
         """Allocates the buffers at these positions that do not exist yet."""
         for i in positions:
             if self.buffers[i] is None:
-                self.buffers[i] = buffer = allocate_gradient(self.parameters[i])
-                self._storages[i] = buffer.untyped_storage()
-                del buffer
-                self._alone[i] = self._references(i)
-
-    def _references(self, position: int) -> tuple[int, int, int]:
-        """Counts who refers to a buffer: Python to the tensor, C++ to the tensor, tensors to the memory."""
-        buffer = self.at(position)
-        return sys.getrefcount(buffer), buffer._use_count(), _storage_use_count(self._storages[position]._cdata)
+                self.buffers[i] = allocate_gradient(self.parameters[i])
+                self._storages[i] = self.at(i).untyped_storage()
+                self._alone[i] = next(zip(*self._references([self.buffers[i]], [i]), strict=True))
 
     def at(self, position: int) -> Tensor:
         """Returns the buffer at a position."""
@@ -66,9 +62,23 @@ class GradientBuffers:
         assert buffer is not None
         return buffer
 
+    def _references(self, buffers: list[Any], positions: Sequence[int]) -> tuple[Iterator[int], ...]:
+        """Counts who refers to buffers: Python to the tensors, C++ to the tensors, tensors to the memory.
+
+        One pass in C for each count: this runs every step for every parameter.
+        """
+        handles = [self._storages[i]._cdata for i in positions]
+        return map(sys.getrefcount, buffers), map(_tensor_use_count, buffers), map(_storage_use_count, handles)
+
+    def held(self, positions: Sequence[int]) -> bool:
+        """Tells whether anyone but this object refers to any of these buffers or their memory."""
+        buffers = [self.buffers[i] for i in positions]
+        counts = zip(*self._references(buffers, positions), strict=True)
+        return any(now != alone for now, alone in zip(counts, map(self._alone.get, positions), strict=True))
+
     def is_held(self, position: int) -> bool:
-        """Tells whether anyone but this object refers to the buffer or its memory. `.grad` counts, if bound."""
-        return self._references(position) != self._alone[position]
+        """Tells whether anyone but this object refers to one buffer or its memory. `.grad` counts, if bound."""
+        return self.held([position])
 
 
 class Publication:
@@ -99,7 +109,7 @@ class Publication:
 
     def is_possible(self) -> bool:
         """Tells whether the buffers are free: no `.grad` alive, nothing kept."""
-        return all(p.grad is None for p in self._parameters) and not any(map(self.buffers.is_held, self.positions))
+        return all([p.grad is None for p in self._parameters]) and not self.buffers.held(self.positions)
 
     def publish(self) -> None:
         """Replays the copy and binds the buffers."""

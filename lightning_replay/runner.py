@@ -544,18 +544,9 @@ class Runner:
             finding = Finding(Reason.PARAMETER_WRITTEN, written[0], "parameters that are only read", "written in place")
         if finding is not None:
             self.refuse(region, finding)
-            self._drop_if_generator_was_replaced()
             return
         sample.slot.engaged[sample.key] = engaged
         self.recordings.append(engaged.stats)
-
-    def _drop_if_generator_was_replaced(self) -> None:
-        """After a failed capture the generator may have a new state object; recordings draw from the old one."""
-        if getattr(self._backend, "generator_replaced", False):
-            self._backend.generator_replaced = False  # type: ignore[attr-defined]
-            for region in self.regions:
-                if any(engaged.recording.draws for engaged in region.engaged()):
-                    region.retire(Finding(Reason.CAPTURE_FAILED, region.name, "the generator it was recorded with", "another"))
 
     def _make(self, sample: Sample) -> Engaged:
         """Warms up, captures and certifies.

@@ -76,9 +76,9 @@ class CudaGraphBackend:
             CaptureError: If the callable made the host wait for the device; a capture of it would have failed, and a
                 failed capture costs the generator and every recording.
         """
-        with self._on_capture_stream():
-            with _sync_warnings() as waits:
-                result = run()
+        torch.cuda.empty_cache()  # the native step's activations lie in the caller's stream, out of reach from here
+        with self._on_capture_stream(), _sync_warnings() as waits:
+            result = run()
         if waits:
             raise CaptureError(Finding(Reason.HOST_SYNC, waits[0], "work that the device can do alone", "a host sync"))
         torch.cuda.synchronize(self.device)
@@ -87,7 +87,6 @@ class CudaGraphBackend:
     def capture(self, pool: CudaPool, run: Callable[[], T], *, overwrites_pool: bool = False) -> tuple[Any, T]:
         """Records what a callable launches."""
         graph = torch.cuda.CUDAGraph()
-        spare = self._generator.clone_state()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         collecting = gc.isenabled()
@@ -98,12 +97,12 @@ class CudaGraphBackend:
                 try:
                     result = run()
                 except BaseException:
-                    self._abandon(graph, spare)
+                    self._abandon(graph, pool)
                     raise
                 try:
                     graph.capture_end()
                 except BaseException:
-                    self._abandon(graph, spare)
+                    self._abandon(graph, pool)
                     raise
         finally:
             if collecting:
@@ -112,24 +111,20 @@ class CudaGraphBackend:
         torch.cuda.empty_cache()
         return graph, result
 
-    def _abandon(self, graph: Any, spare: torch.Generator) -> None:
+    def _abandon(self, graph: Any, pool: CudaPool) -> None:
         """Ends a failed capture so that the stream, the allocator and the generator are usable again."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        with contextlib.suppress(RuntimeError):
-            graph.reset()
         with contextlib.suppress(RuntimeError):  # an asynchronous error of the capture surfaces here, once
             torch.cuda.synchronize(self.device)
-        try:
-            torch.empty(4, device=self.device).uniform_()
-        except RuntimeError:  # the generator still believes that it is being captured
-            self._generator.graphsafe_set_state(spare)
-            self.generator_replaced = True
-        else:
-            self._generator.set_state(spare.get_state())
-
-    generator_replaced = False
-    """A failed capture cost the generator its state object; earlier graphs draw from the old one."""
+        with contextlib.suppress(RuntimeError):  # capture_end gave up before it told the allocator
+            torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)
+            torch._C._cuda_releasePool(self.device.index, pool.handle)
+        # The generator still believes that it is being captured; the end of a capture that succeeds tells it otherwise.
+        mending = torch.cuda.CUDAGraph()
+        mending.capture_begin(capture_error_mode="thread_local")
+        torch.empty(4, device=self.device).uniform_()
+        mending.capture_end()
 
     def random_state(self) -> Tensor:
         """Returns the state of the device's default generator (kept on the host: no sync)."""
@@ -158,7 +153,7 @@ def _sync_warnings() -> Iterator[list[str]]:
         def note(message: Any, *args: Any, **kwargs: Any) -> None:
             if "synchronizing CUDA operation" in str(message):
                 places.append(user_line())
-            else:
+            elif "Synchronization debug mode" not in str(message):
                 shown(message, *args, **kwargs)
 
         warnings.showwarning = note  # type: ignore[assignment]

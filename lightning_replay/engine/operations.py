@@ -3,6 +3,7 @@
 """What a single dispatched operation means for a recording."""
 
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ _ALLOCATIONS = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "
 _INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
+_WARNINGS = str(warnings.__file__)
 
 
 def is_allocation(func: OpOverload) -> bool:
@@ -76,7 +78,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, _TORCH, "<")):
+        if not name.startswith((_PACKAGE, _TORCH, _WARNINGS, "<")):
             return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the backward pass"

@@ -4,9 +4,9 @@
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -74,9 +74,9 @@ class ModuleState:
         self._member_names = [tuple(d) for d in self._members]
         self._member_values = list(chain.from_iterable(d.values() for d in self._members))
         self._reads = None if every_attribute else names_read(set(self._classes))
+        self._dicts = [module.__dict__ for module in self._modules]
         self._attributes = [self._read_attributes(module) for module in self._modules]
-        self._contents = [_contents(attributes) for attributes in self._attributes]
-        self._sizes = [len(module.__dict__) - ("forward" in module.__dict__) for module in self._modules]
+        self._prepare_attributes()
         self._hooks = [getattr(module, kind) for module in self._modules for kind in _HOOKS]
         self.parameters: dict[str, Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -89,8 +89,9 @@ class ModuleState:
                     target[join(path, key)] = tensor
         self._tensors = [*self.parameters.values(), *self.buffers.values()]
         self._tensor_names = [*self.parameters, *self.buffers]
-        self._memory = [tensor.data_ptr() for tensor in self._tensors]
-        self._layouts = [_layout(tensor) for tensor in self._tensors]
+        self._memory = list(map(Tensor.data_ptr, self._tensors))
+        self._layouts = list(map(_layout, self._tensors))
+        self._parameter_list = list(self.parameters.values())
 
     def _read_attributes(self, module: Module) -> dict[str, Any]:
         """Returns the attributes of a module that the comparison is about."""
@@ -99,10 +100,7 @@ class ModuleState:
 
     def flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Returns training flags of all modules and trainability of all parameters: part of the signature."""
-        return (
-            tuple([module.training for module in self._modules]),
-            tuple([parameter.requires_grad for parameter in self.parameters.values()]),
-        )
+        return tuple(map(_training, self._modules)), tuple(map(_requires_grad, self._parameter_list))
 
     def trainable(self) -> dict[str, Parameter]:
         """Returns the parameters that require a gradient, by dotted name."""
@@ -110,16 +108,16 @@ class ModuleState:
 
     def difference(self) -> Finding | None:
         """Finds the first thing that is not as it was when this state was taken."""
-        live = list(chain.from_iterable([d.values() for d in self._members]))
+        live = list(chain.from_iterable(map(dict.values, self._members)))
         if len(live) != len(self._member_values) or not all(map(is_, live, self._member_values)):
             return self._member_difference()
         if any(self._hooks) or torch_module._has_any_global_hook():
             return find_hooks(self.name, self.root)
-        if [tensor.data_ptr() for tensor in self._tensors] != self._memory:
+        if list(map(Tensor.data_ptr, self._tensors)) != self._memory:
             return self._memory_difference()
-        if [_layout(tensor) for tensor in self._tensors] != self._layouts:
+        if list(map(_layout, self._tensors)) != self._layouts:
             return self._memory_difference()
-        if [type(module) for module in self._modules] != self._classes:
+        if list(map(type, self._modules)) != self._classes:
             return self._finding(self.name, "the classes of the modules", "another class")
         for cls, forward in self._forwards.items():
             if cls.forward is not forward:
@@ -154,26 +152,43 @@ class ModuleState:
                 return self._finding(name, "the memory that was recorded", "new memory (.data = ..., .to(...))")
         return self._finding(self.name, "the memory that was recorded", "new memory")
 
+    def _prepare_attributes(self) -> None:
+        """Prepares the comparison of attributes: one flat list of what is compared, and the containers among it."""
+        chosen = [(d, tuple(a)) for d, a in zip(self._dicts, self._attributes, strict=True) if a]
+        self._readers = [(itemgetter(*names) if len(names) > 1 else _only(names[0]), d) for d, names in chosen]
+        self._flat = [value for attributes in self._attributes for value in attributes.values()]
+        self._contents = [_contents(attributes) for attributes in self._attributes]
+        self._containers = [(c, items) for contents in self._contents for _, c, items in contents]
+        self._sizes = list(map(len, self._dicts))
+
     def _attribute_difference(self) -> Finding | None:
+        try:
+            live = list(chain.from_iterable([read(attributes) for read, attributes in self._readers]))
+        except KeyError:
+            live = []
+        if (
+            len(live) == len(self._flat)
+            and all(map(is_, live, self._flat))
+            and list(map(len, self._dicts)) == self._sizes
+            and all(map(_same_items, self._containers))
+        ):
+            return None
         for index, module in enumerate(self._modules):
-            stored = self._attributes[index]
-            live = module.__dict__
-            if len(live) - ("forward" in live) == self._sizes[index] and all(
-                map(is_, map(live.get, stored), stored.values())
-            ):
-                if self._contents[index] and (key := _content_difference(self._contents[index])) is not None:
-                    return self._finding(join(self._named[index][0], key), "the contents as recorded", "other contents")
-                continue
-            now = self._read_attributes(module)
+            stored, now = self._attributes[index], self._read_attributes(module)
             for key in (*stored, *now):
-                same = key in stored and key in now and _same_value(stored[key], now[key])
-                if not same:
+                if not (key in stored and key in now and _same_value(stored[key], now[key])):
                     where = join(self._named[index][0], key)
                     return self._finding(where, _show(stored.get(key, _MISSING)), _show(now.get(key, _MISSING)))
+            for key, container, items in self._contents[index]:
+                if not _same_items((container, items)):
+                    return self._finding(join(self._named[index][0], key), "the contents as recorded", "other contents")
             self._attributes[index] = now
-            self._contents[index] = _contents(now)
-            self._sizes[index] = len(live) - ("forward" in live)
+        self._prepare_attributes()  # equal values in new objects, or an attribute that nothing reads
         return None
+
+
+def _only(name: str) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    return lambda attributes: (attributes[name],)
 
 
 class _Missing:
@@ -193,12 +208,10 @@ def _items(container: Any) -> list[Any]:
     return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
 
 
-def _content_difference(contents: list[tuple[str, Any, list[Any]]]) -> str | None:
-    for key, container, items in contents:
-        live = _items(container)
-        if len(live) != len(items) or not all(map(_same_value, live, items)):
-            return key
-    return None
+def _same_items(pair: tuple[Any, list[Any]]) -> bool:
+    container, items = pair
+    live = _items(container)
+    return len(live) == len(items) and (all(map(is_, live, items)) or all(map(_same_value, live, items)))
 
 
 def _same_value(left: Any, right: Any) -> bool:
@@ -217,6 +230,10 @@ def _show(value: Any) -> str:
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
+
+
+_training = attrgetter("training")
+_requires_grad = attrgetter("requires_grad")
 
 
 class AttributeWatch:

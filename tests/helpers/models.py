@@ -39,7 +39,7 @@ class _WithAdamW(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self._optimizer is not None:
             return self._optimizer(self.parameters(), lr=self._learning_rate)  # type: ignore[call-arg]
-        return torch.optim.AdamW(self.parameters(), lr=self._learning_rate, weight_decay=0.01, fused=self._fused)
+        return torch.optim.AdamW(self.parameters(), lr=self._learning_rate, weight_decay=0.01, fused=self._fused or None)
 
 
 class DigitsCNN(_WithAdamW):
