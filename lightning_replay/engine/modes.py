@@ -48,6 +48,16 @@ class Modes(NamedTuple):
                 torch.clear_autocast_cache()
 
 
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Runs a block with autocast off on every device, without emptying its weight cache."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 def current_modes(device_type: str) -> Modes:
     """Reads the switches as they are now, for calls on devices of one type and on the CPU."""
     kinds = ("cpu",) if device_type == "cpu" else (device_type, "cpu")

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_replay.engine.layout import without_expanded
+from lightning_replay.engine.modes import without_autocast
 from lightning_replay.engine.operations import host_access, is_allocation, shares_memory
 from lightning_replay.errors import CaptureError
 
@@ -101,6 +102,10 @@ class Tape:
         """Runs the operations again."""
         if self._overwrites_pool:
             self._pool.disturb()
+        with without_autocast():  # the operations were recorded below it and are cast already
+            self._run()
+
+    def _run(self) -> None:
         for func, args, kwargs, targets in self._entries:
             if is_allocation(func):
                 continue
