@@ -47,8 +47,9 @@ def tests(session: nox.Session) -> None:
         return
     check_style(session)
     check_types(session)
-    run_matrix(session, [release for release in REPRESENTATIVES if release != NEWEST])
+    failed = run_matrix(session, [release for release in REPRESENTATIVES if release != NEWEST])
     pytest(session)
+    report(session, failed)
 
 
 @shared
@@ -69,17 +70,16 @@ def typing(session: nox.Session) -> None:
 def matrix(session: nox.Session) -> None:
     """Run what depends on Lightning on one release either side of every change; arguments name other releases."""
     install(session)
-    run_matrix(session, session.posargs or REPRESENTATIVES)
+    report(session, run_matrix(session, session.posargs or REPRESENTATIVES))
 
 
 @shared
 def matrix_full(session: nox.Session) -> None:
     """Run what depends on Lightning on every release and write the outcome into the documentation."""
     install(session)
-    try:
-        run_matrix(session, RELEASES)
-    finally:
-        run(session, "python", "compat/write_table.py", str(RESULTS))
+    failed = run_matrix(session, RELEASES)
+    run(session, "python", "compat/write_table.py", str(RESULTS))
+    report(session, failed)
 
 
 @shared
@@ -169,8 +169,8 @@ def pytest(session: nox.Session, *arguments: str, **environment: str) -> None:
     run(session, "python", "-m", "pytest", "--numprocesses=auto", *arguments, OMP_NUM_THREADS="1", **environment)
 
 
-def run_matrix(session: nox.Session, releases: list[str]) -> None:
-    """Run the tests that depend on Lightning once a release, all of them before saying which failed."""
+def run_matrix(session: nox.Session, releases: list[str]) -> list[str]:
+    """Run the tests that depend on Lightning once a release and return the releases on which some failed."""
     paths = [path for path in MATRIX_TESTS if (ROOT / path).is_dir()]
     failed = []
     for release in releases:
@@ -180,6 +180,10 @@ def run_matrix(session: nox.Session, releases: list[str]) -> None:
             pytest(session, *paths, results, PYTHONPATH=str(layer(session, release)), EXPECTED_LIGHTNING=release)
         except nox.command.CommandFailed:
             failed.append(release)
+    return failed
+
+
+def report(session: nox.Session, failed: list[str]) -> None:
     if failed:
         session.error(f"failed on Lightning {', '.join(failed)}")
 
