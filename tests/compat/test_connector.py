@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_replay import ReplayStrategy
@@ -77,3 +78,27 @@ def test_the_precision_is_the_trainers(precision):
 def test_a_precision_plugin_of_the_users_own_is_kept():
     plugin = MixedPrecision("bf16-mixed", "cpu")
     assert make(ReplayStrategy(), accelerator="cpu", plugins=[plugin]).precision_plugin is plugin
+
+
+def test_a_trainer_keeps_its_plugins_after_a_fit():
+    options = {"accelerator": "cpu", "devices": 1, "max_steps": 2, "enable_model_summary": False}
+    trainer = make(ReplayStrategy(backend="tape"), precision="bf16-mixed", **options)
+    precision, accelerator = trainer.precision_plugin, trainer.accelerator
+    module = BoringModel()
+    trainer.fit(module)
+    assert trainer.precision_plugin is precision
+    assert trainer.accelerator is accelerator
+    trainer.validate(module, verbose=False)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module)
+    assert trainer.global_step == 4
+
+
+def test_a_strategy_serves_several_trainers():
+    strategy = ReplayStrategy(backend="tape")
+    options = {"accelerator": "cpu", "devices": 1, "max_steps": 2, "enable_model_summary": False}
+    for precision in ("bf16-mixed", "64-true", "32-true"):
+        trainer = make(strategy, precision=precision, **options)
+        trainer.fit(BoringModel())
+        assert trainer.precision_plugin.precision == precision
+    assert strategy.report().steps_total == 6
