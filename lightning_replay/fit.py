@@ -4,9 +4,8 @@
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_replay.compat import seams
 from lightning_replay.reasons import Finding, Reason
 
 
@@ -26,10 +25,10 @@ def find_fit_reason(trainer: Trainer, module: LightningModule) -> Finding | None
         return Finding(Reason.OPTIMIZER, f"{name}.configure_optimizers", "one closure a step", "LBFGS")
     if torch.is_anomaly_enabled():
         return Finding(Reason.DETECT_ANOMALY, "Trainer(detect_anomaly=...)", "False", "True")
-    if getattr(module, "_compiler_ctx", None) is not None:
+    if seams.is_compiled(module):
         return Finding(Reason.COMPILED_MODULE, name, "a LightningModule that is not compiled", "torch.compile(module)")
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+    if seams.takes_dataloader_iter(module):
         return Finding(Reason.DATALOADER_ITER, f"{name}.training_step", "batch", "dataloader_iter")
-    if is_overridden("backward", module):
+    if seams.has_own_hook(module, "backward", LightningModule):
         return Finding(Reason.OVERRIDDEN_BACKWARD, f"{name}.backward", "Lightning's own", "an override")
     return None

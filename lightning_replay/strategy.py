@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_replay import compat
+from lightning_replay.compat import seams
 from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.cuda import CudaGraphBackend
 from lightning_replay.engine.interposition import Shadowed
 from lightning_replay.engine.tape import TapeBackend
-from lightning_replay.errors import NotReplayedError
+from lightning_replay.errors import ContractError, NotReplayedError
 from lightning_replay.fit import find_fit_reason
 from lightning_replay.reasons import Finding, Reason, five_parts
 from lightning_replay.report import RecordingStats, ReplayReport
@@ -198,7 +200,9 @@ class ReplayStrategy(SingleDeviceStrategy):
         if not self._fit_checked:
             self._fit_checked = True
             module = self._module()
-            self._fit_finding = self._device_finding() or find_fit_reason(module.trainer, module)
+            self._fit_finding = (
+                self._device_finding() or _contract_finding(module.trainer) or find_fit_reason(module.trainer, module)
+            )
             if self._fit_finding is None:
                 self._runner = Runner(
                     self._make_backend(),
@@ -251,9 +255,7 @@ class ReplayStrategy(SingleDeviceStrategy):
                     where, actual = f"{type(module).__name__}.training_step", "no call of a module with parameters"
                     self._meet(Finding(Reason.NO_REGION, where, "self.net(...)", actual))
             else:
-                # A ragged batch comes once an epoch, as the last of several.
-                ragged = module.trainer.is_last_batch and module.trainer.fit_loop.epoch_loop.batch_idx > 0
-                result = runner.run_step(step, counts=not ragged)
+                result = runner.run_step(step, counts=not seams.is_last_of_several(module.trainer))
         self._last_action = runner.last_action
         self._steps_replayed += self._last_action == "replay"
         return result
@@ -292,7 +294,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         if finding.reason in _QUIET or self._on_native == "ignore":
             return
         if self._on_native == "error":
-            raise NotReplayedError(finding)
+            raise (ContractError if finding.reason is Reason.UNKNOWN_CONTRACT else NotReplayedError)(finding)
         if (finding.reason, finding.where) not in self._warned:
             self._warned.add((finding.reason, finding.where))
             warnings.warn(str(finding), ReplayWarning, stacklevel=2)
@@ -347,6 +349,13 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._published += runner.published
         self._added += runner.added
         self._recordings += runner.recordings
+
+
+def _contract_finding(trainer: Trainer) -> Finding | None:
+    verdict = compat.check(trainer)
+    if verdict.known:
+        return None
+    return Finding(Reason.UNKNOWN_CONTRACT, verdict.where, verdict.expected, verdict.actual)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------

@@ -88,6 +88,11 @@ def skips_backward(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
 
 
+def is_last_of_several(trainer: Trainer) -> bool:
+    """Tell whether the current batch ends an epoch of more than one: the place of a ragged batch."""
+    return bool(trainer.is_last_batch) and trainer.fit_loop.epoch_loop.batch_idx > 0
+
+
 def is_compiled(module: LightningModule) -> bool:
     """Tell whether the LightningModule itself went through ``torch.compile``."""
     return getattr(module, "_compiler_ctx", None) is not None
