@@ -2,6 +2,10 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """Each seam gives what its name says, on every release."""
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -121,3 +125,36 @@ def test_the_objects_of_a_step_are_all_named():
     assert named["trainer.precision_plugin"] is trainer.precision_plugin
     assert named["trainer.strategy._lightning_optimizers[0]"].optimizer is trainer.optimizers[0]
     assert len(named) == 9
+
+
+# Documented places to import from. Everything else of Lightning belongs behind a seam.
+PUBLIC = re.compile(
+    r"lightning(\.(pytorch|fabric)(\.(accelerators|callbacks|plugins|strategies|loggers|profilers)(\..*)?)?)?"
+)
+
+
+def reaches(tree):
+    """What a module takes from inside Lightning."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
+            names = [alias.name for alias in node.names]
+            if not PUBLIC.fullmatch(node.module) or any(name.startswith("_") for name in names):
+                yield f"line {node.lineno}: from {node.module} import {', '.join(names)}"
+        private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if private and re.search(r"\b(trainer|fit_loop|epoch_loop|lightning_module)\b", ast.unparse(node.value)):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(
+    "text", ["from lightning.pytorch.loops import _FitLoop", "module.trainer._results", "import lightning"]
+)
+def test_a_reach_is_told_apart(text):
+    assert bool(list(reaches(ast.parse(text)))) is (text != "import lightning")
+
+
+def test_only_this_room_reaches_into_lightning():
+    package = Path(seams.__file__).parents[1]
+    paths = [path for path in package.rglob("*.py") if path.parent != Path(seams.__file__).parent]
+    found = [f"{path.name} {reach}" for path in paths for reach in reaches(ast.parse(path.read_text(encoding="utf-8")))]
+    assert len(paths) > 10
+    assert found == []
