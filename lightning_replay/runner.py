@@ -376,9 +376,11 @@ class Runner:
             self._arrived.clear()
         samples, self._samples = self._samples, []
         self._roots.clear()
-        for sample in samples:
-            if sample.region.refusal is None:
+        while samples:
+            if (sample := samples.pop(0)).region.refusal is None:
                 self._record(sample)
+            del sample
+            self._backend.trim()
 
     def _outside_uses(self, loss: Tensor) -> list[Parameter]:
         """Walks the autograd graph around the regions' calls and finds their parameters in it.

@@ -63,5 +63,8 @@ class GraphBackend(Protocol):
     def set_random_state(self, state: torch.Tensor) -> None:
         """Puts the state of the device's default generator back."""
 
+    def trim(self) -> None:
+        """Returns memory that is cached and unused to the device."""
+
     def close(self) -> None:
         """Gives everything back. Graphs made here must not be replayed afterwards."""

@@ -134,10 +134,14 @@ class CudaGraphBackend:
         """Puts the state of the device's default generator back."""
         self._generator.set_state(state)
 
-    def close(self) -> None:
-        """Waits for replays in flight and returns cached memory."""
+    def trim(self) -> None:
+        """Returns memory that is cached and unused to the device."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Waits for replays in flight and returns cached memory."""
+        self.trim()
 
 
 @contextlib.contextmanager

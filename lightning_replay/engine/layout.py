@@ -102,5 +102,12 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each source into its target with as few kernels as torch knows how to."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
-    elif targets:
-        torch._foreach_copy_(list(targets), list(sources))
+        return
+    # One multi-tensor kernel takes a single dtype; a mixed list would be copied tensor by tensor.
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        group = groups.setdefault(target.dtype, ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for group in groups.values():
+        torch._foreach_copy_(*group)

@@ -166,5 +166,8 @@ class TapeBackend:
         else:
             torch.cuda.set_rng_state(state, self.device)
 
+    def trim(self) -> None:
+        """Nothing is cached."""
+
     def close(self) -> None:
         """Nothing to give back: tapes are plain objects."""
