@@ -77,11 +77,11 @@ def _check_functions(contract: Contract) -> Verdict | None:
     for name, expected in contract.functions.items():
         try:
             actual = live_fingerprint(name)
+            if actual != expected:
+                return _changed(contract, name, f"it behaves otherwise (fingerprint {actual})")
             check_imports(name, contract.functions)
         except LookupFailed as problem:
             return _changed(contract, name, str(problem))
-        if actual != expected:
-            return _changed(contract, name, f"it behaves otherwise (fingerprint {actual})")
     return None
 
 

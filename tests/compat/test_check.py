@@ -4,6 +4,7 @@
 
 import functools
 import os
+import sys
 
 import lightning
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ from lightning.pytorch.loops.optimization import automatic
 
 from lightning_replay.compat import check
 from lightning_replay.compat import live as live_module
-from lightning_replay.compat.live import find, functions_of
+from lightning_replay.compat.live import find, functions_of, split_name
 from tests.compat.patches import CONTRACT, PINNED, add_statement, hide, owner_of, rebuilt, reword, shadowable
 
 pytestmark = pytest.mark.matrix
@@ -64,7 +65,11 @@ def test_a_changed_body_is_seen_and_named(name, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", PINNED)
 def test_a_body_that_is_only_reworded_is_known(name, monkeypatch, tmp_path):
     owner, attribute = owner_of(name)
-    monkeypatch.setattr(owner, attribute, rebuilt(name, tmp_path, reword))
+    genuine, new = vars(owner)[attribute], rebuilt(name, tmp_path, reword)
+    for module in [owner, *(sys.modules[split_name(pinned)[0]] for pinned in PINNED)]:
+        # A function of a module is bound again wherever it was imported.
+        if vars(module).get(attribute) is genuine:
+            monkeypatch.setattr(module, attribute, new)
     assert check().known
 
 
