@@ -2,10 +2,12 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """What a single dispatched operation means for a recording."""
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ _ALLOCATIONS = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "
 _INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
-_WARNINGS = str(warnings.__file__)
+_TORCH_MODULES = str(Path(torch.nn.__file__).resolve().parent)
+_SKIPPED = (_PACKAGE, _TORCH, str(warnings.__file__), str(contextlib.__file__), "<")
+_CALLER = str(Path(__file__).resolve().with_name("recording.py"))
 
 
 def is_allocation(func: OpOverload) -> bool:
@@ -74,11 +78,21 @@ def _waits_for_device(func: OpOverload, args: tuple[Any, ...]) -> bool:
 
 
 def user_line() -> str:
-    """Returns file and line of the innermost Python frame outside of torch and this package."""
+    """Returns file and line of the innermost Python frame of the region that is not torch's.
+
+    In a module of torch itself it is the line there, and in the backward pass there is none.
+    """
     frame = sys._getframe(1)
-    while frame is not None:
+    inside = "the backward pass"
+    while frame is not None and frame.f_code.co_filename != _CALLER:
         name = frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, _TORCH, _WARNINGS, "<")):
-            return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        if not name.startswith(_SKIPPED):
+            return _line(frame)
+        if name.startswith(_TORCH_MODULES) and inside == "the backward pass":
+            inside = _line(frame)
         frame = frame.f_back  # type: ignore[assignment]
-    return "the backward pass"
+    return inside
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_replay.engine.layout import without_expanded
 from lightning_replay.engine.modes import without_autocast
-from lightning_replay.engine.operations import host_access, is_allocation, shares_memory
+from lightning_replay.engine.operations import host_access, is_allocation, shares_memory, written_tensors
 from lightning_replay.errors import CaptureError
 
 T = TypeVar("T")
@@ -73,6 +73,11 @@ class _Recorder(TorchDispatchMode):
         if (finding := host_access(func, args, kwargs, self._device)) is not None:
             raise CaptureError(finding)
         result = func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            # Other sizes and strides on the same memory: nothing to run again, but later operations see the new view.
+            for tensor in written_tensors(func, args, kwargs):
+                self._aliases[id(tensor)] = (tensor, tensor.detach())
+            return result
         arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         targets = [None if shares_memory(leaf, arguments) else self._frozen(leaf) for leaf in results]
@@ -88,11 +93,14 @@ class Tape:
     def __init__(self, pool: TapePool, overwrites_pool: bool) -> None:
         self._pool = pool
         self._overwrites_pool = overwrites_pool
-        self._entries: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
+        self._entries: list[tuple[Any, Any, Any, list[Tensor | None], bool]] = []
 
     def append(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor | None]) -> None:
-        """Adds an operation. A target is a result in memory of its own, None one that lies in an argument's."""
-        self._entries.append((func, args, kwargs, targets))
+        """Adds an operation. A target is a result in memory of its own, None one that lies in an argument's.
+
+        The gradient mode is kept because some operations read it (oneDNN's RNN makes a workspace only if it is on).
+        """
+        self._entries.append((func, args, kwargs, targets, torch.is_grad_enabled()))
         for target in targets:
             if target is not None:
                 self._pool.own(target)
@@ -106,9 +114,10 @@ class Tape:
             self._run()
 
     def _run(self) -> None:
-        for func, args, kwargs, targets in self._entries:
+        for func, args, kwargs, targets, grad in self._entries:
             if is_allocation(func):
                 continue
+            torch._C._set_grad_enabled(grad)  # the caller's mode is put back by `replay`'s decorator
             results = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
             for target, source in zip(targets, results, strict=True):
                 if target is not None:
