@@ -16,6 +16,7 @@ from lightning_replay.engine.backend import Pool
 from lightning_replay.engine.modes import Modes, current_modes
 from lightning_replay.engine.recording import Recording
 from lightning_replay.gradients import GradientBuffers, Publication
+from lightning_replay.inspection import Trace
 from lightning_replay.guards.module import ModuleState, find_hidden_state, find_hooks
 from lightning_replay.guards.signature import Arguments, check_input_aliases, check_modes, read_arguments
 from lightning_replay.reasons import Finding, Reason
@@ -31,11 +32,22 @@ MAX_STRIKES = 3
 """Strikes after which a region stays native: it changes faster than recordings pay."""
 
 
+EVICTION_AGE = 100
+"""Steps without use after which a recording may give way to a new signature."""
+
+FIRST_AUDIT = 100
+"""Replays before the first audit of a recording; doubled after each audit that finds nothing."""
+
+LAST_AUDIT_INTERVAL = 10_000
+"""The most replays between two audits: at a native step ten times slower, an audit costs a thousandth."""
+
+
 class Action(Enum):
     """What happens to a call."""
 
     NATIVE = "native"
     OBSERVE = "observe"
+    AUDIT = "audit"
     RECORD = "record"
     REPLAY = "replay"
 
@@ -48,13 +60,29 @@ class Engaged:
         recording: The recording.
         publication: How its gradients become `.grad`.
         stats: What is reported of it; outlives the recording.
+        trace: The operations of its forward pass; None if they could not be watched.
+        last_used: The step of its last use.
+        verified_step: The step up to which it is known to be what native does.
+        next_audit: Replays until the next audit.
+        audit_interval: Replays between the last audit and the next.
         mismatches: Backward passes that it could not give.
     """
 
     recording: Recording
     publication: Publication
     stats: RecordingStats
+    trace: Trace | None
+    last_used: int
+    verified_step: int
+    next_audit: int = FIRST_AUDIT
+    audit_interval: int = FIRST_AUDIT
     mismatches: int = 0
+
+    def audited(self, step: int) -> None:
+        """Notes an audit that found nothing."""
+        self.verified_step = self.last_used = step
+        self.audit_interval = min(2 * self.audit_interval, LAST_AUDIT_INTERVAL)
+        self.next_audit = self.stats.replays + self.audit_interval
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +92,7 @@ class Slot:
     pool: Pool
     engaged: dict[Hashable, Engaged] = field(default_factory=dict)
     sightings: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)
+    traces: dict[Hashable, Trace] = field(default_factory=dict)
     waiting: "Callable[[], Any] | None" = None
 
     def is_pending(self) -> bool:
@@ -75,7 +104,7 @@ class Slot:
         seen = self.sightings.pop(key, 0)
         self.sightings[key] = seen + 1
         if len(self.sightings) > REMEMBERED_SIGNATURES:
-            self.sightings.popitem(last=False)
+            self.traces.pop(self.sightings.popitem(last=False)[0], None)
         return seen
 
 
@@ -93,6 +122,7 @@ class Region:
         most_calls: The most calls seen in one step.
         outside: Parameters that were seen in use outside of the region.
         strikes: Recordings retired before they had paid.
+        part: It is a part of a region that was refused.
     """
 
     name: str
@@ -106,6 +136,7 @@ class Region:
     most_calls: int = 0
     outside: set[int] = field(default_factory=set)
     strikes: int = 0
+    part: bool = False
 
     def engaged(self) -> list[Engaged]:
         """Returns all recordings in use."""
@@ -121,6 +152,7 @@ class Region:
         for slot in self.slots:
             slot.engaged.clear()
             slot.sightings.clear()
+            slot.traces.clear()
         self.state = self.buffers = None
         return dropped
 
@@ -136,6 +168,7 @@ class Decision:
     key: Hashable = None
     arguments: Arguments | None = None
     modes: Modes | None = None
+    trace: bool = False
 
 
 class Dispatcher:
@@ -155,6 +188,8 @@ class Dispatcher:
         self._new_pool = new_pool
         self._warmup_steps = warmup_steps
         self._max_recordings = max_recordings
+        self.step = 0
+        self.audit_requested: set[Region] = set()
 
     def decide(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], counts: bool) -> Decision:
         """Decides what happens to one call.
@@ -190,7 +225,12 @@ class Dispatcher:
         if slot.is_pending():
             finding = Finding(Reason.PENDING, region.name, "no earlier call without backward", "one is waiting")
             return Decision(Action.NATIVE, finding)
-        if key in slot.engaged:
+        if (engaged := slot.engaged.get(key)) is not None:
+            if engaged.trace is not None and (
+                region in self.audit_requested or engaged.stats.replays >= engaged.next_audit
+            ):
+                finding = Finding(Reason.AUDIT, region.name, "the recorded operations", "being compared")
+                return Decision(Action.AUDIT, finding, False, slot, key, arguments, modes)
             return Decision(Action.REPLAY, None, False, slot, key, arguments, modes)
         parameters = {id(parameter): name for name, parameter in region.state.parameters.items()}
         if (finding := check_input_aliases(region.name, arguments, parameters)) is not None:
@@ -208,15 +248,28 @@ class Dispatcher:
         if not counts:
             finding = found(Reason.LAST_BATCH, "a recorded shape", str(arguments))
             return Decision(Action.NATIVE, finding, False, *where)
-        if len(region.engaged()) >= self._max_recordings:
-            return Decision(
-                Action.NATIVE, found(Reason.BUDGET, f"at most {self._max_recordings} signatures", str(arguments)), False, *where
-            )
+        if len(region.engaged()) >= self._max_recordings and not self._make_room(region):
+            finding = found(Reason.BUDGET, f"at most {self._max_recordings} signatures", str(arguments))
+            return Decision(Action.NATIVE, finding, False, *where)
         seen = slot.sight(key)
         if seen < self._warmup_steps:
             finding = found(Reason.WARM_UP, f"{self._warmup_steps} native steps", f"step {seen + 1} with {arguments}")
-            return Decision(Action.OBSERVE, finding, False, *where)
+            return Decision(Action.OBSERVE, finding, False, *where, trace=seen == self._warmup_steps - 1)
         return Decision(Action.RECORD, found(Reason.RECORDING, "a recording", str(arguments)), False, *where)
+
+    def _make_room(self, region: Region) -> bool:
+        """Drops the least recently used recording of a region if it has been idle for long.
+
+        Its graphs go; the memory of its pool stays with the other recordings of the slot.
+        """
+        slot, key, engaged = min(
+            ((slot, key, engaged) for slot in region.slots for key, engaged in slot.engaged.items()),
+            key=lambda entry: entry[2].last_used,
+        )
+        if self.step - engaged.last_used <= EVICTION_AGE or slot.is_pending():
+            return False
+        del slot.engaged[key]
+        return True
 
     def _slot(self, region: Region) -> Slot:
         """Returns the slot of the next call within the step."""

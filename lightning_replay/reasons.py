@@ -41,6 +41,11 @@ class Reason(Enum):
         "A shape met only as the last batch of an epoch is not recorded.",
         "drop_last=True in the DataLoader if every step should be replayed.",
     )
+    AUDIT = (
+        "audit",
+        "The step ran natively so that its operations could be compared with the recorded ones.",
+        "Nothing: audits grow rarer as they find nothing.",
+    )
     # -- the fit as a whole
     UNKNOWN_CONTRACT = (
         "unknown_contract",
@@ -171,6 +176,16 @@ class Reason(Enum):
         "host_random",
         "The region draws random numbers on the host (Python, NumPy, CPU torch) or from a private generator.",
         "Draw them in training_step and pass them in, or use the device's default generator.",
+    )
+    PYTHON_VALUE = (
+        "python_value",
+        "A Python number, or the choice of operations, differed between two steps of one signature.",
+        "Pass it as an argument, keep it in an attribute of the module, or make it a tensor on the device.",
+    )
+    TOO_SMALL = (
+        "too_small",
+        "A part of a network that cannot be recorded as a whole launches too few operations to pay for its replay.",
+        "Nothing; or make the whole network recordable, see its own reason.",
     )
     HIDDEN_STATE = (
         "hidden_state",

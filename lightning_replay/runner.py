@@ -14,7 +14,7 @@ import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from lightning_replay.engine.standins import stand_ins
 from lightning_replay.errors import CaptureError, NotReplayedError
 from lightning_replay.gradients import Publication, hand_over
 from lightning_replay.guards.module import AttributeWatch, join
-from lightning_replay.inspection import Inspector
+from lightning_replay.inspection import Inspector, Tracer
 from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import RecordingStats
 
@@ -42,6 +42,29 @@ StepAction = Literal["native", "record", "replay"]
 
 MAX_COTANGENT_MISMATCHES = 3
 """Backward passes redone natively, because another set of results got gradients, before a recording is retired."""
+
+SPLITTING = frozenset(
+    {
+        Reason.ATTRIBUTE_WRITTEN,
+        Reason.BUFFER_REBOUND,
+        Reason.PARAMETER_WRITTEN,
+        Reason.LOG_IN_REGION,
+        Reason.ARGUMENT,
+        Reason.UNSUPPORTED_TENSOR,
+        Reason.INPUT_WRITTEN,
+        Reason.OUTPUT_ALIAS,
+        Reason.RESULT,
+        Reason.FOREIGN_GRAPH,
+        Reason.HOST_SYNC,
+        Reason.HOST_TENSOR,
+        Reason.HOST_RANDOM,
+        Reason.PYTHON_VALUE,
+    }
+)
+"""Reasons that may concern only a part of a region: its parts are tried by themselves."""
+
+MIN_OPERATIONS = 8
+"""Forward operations below which a part of a network does not pay for its own replay."""
 
 
 @dataclass(eq=False)
@@ -140,6 +163,8 @@ class Runner:
         self._arrived: list[PendingCall] = []
         self.recordings: list[RecordingStats] = []
         self._step: Counter[Action] = Counter()
+        self._to_split: list[Region] = []
+        self._split: set[Region] = set()
         self._anchor = torch.zeros((), device=backend.device, requires_grad=True)
         self.published = 0
         self.added = 0
@@ -172,9 +197,10 @@ class Runner:
         with interposed(wrappers):
             return step()
 
-    def _discovering(self, path: str, module: Module) -> Callable[..., Any]:
+    def _discovering(self, path: str, module: Module, part: bool = False) -> Callable[..., Any]:
         """Returns a forward that makes its module a region at the first call from outside of all regions."""
         candidate = _make_region(path, module)
+        candidate.part = part
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._inside is None and candidate not in self.regions:
@@ -191,10 +217,30 @@ class Runner:
             counts: Whether its calls count towards new recordings.
         """
         self._begin_step(counts)
-        with interposed({region.module: self._wrapper(region) for region in self.regions}):
+        wrappers = {region.module: self._wrapper(region) for region in self.regions if region not in self._split}
+        while self._to_split:
+            region = self._to_split.pop()
+            if region.module in wrappers:
+                self._split.add(region)
+                del wrappers[region.module]
+                wrappers |= self._parts(region, wrappers)
+        for region in self._split:
+            assert region.refusal is not None
+            self._on_finding(region.refusal)
+        with interposed(wrappers):
             return step()
 
+    def _parts(self, region: Region, taken: Container[Module]) -> dict[Module, Callable[..., Any]]:
+        """Returns wrappers that make the outermost calls inside a refused region regions of their own."""
+        prefix = "" if region.name == "self" else region.name
+        return {
+            module: self._discovering(join(prefix, path), module, part=True)
+            for path, module in _uncompiled_modules(region.module)
+            if module is not region.module and module not in taken and any(True for _ in module.parameters())
+        }
+
     def _begin_step(self, counts: bool) -> None:
+        self._dispatcher.step += 1
         self._step = Counter()
         self._counts = counts
         self._forget_step()
@@ -236,6 +282,8 @@ class Runner:
             return self._replay(region, decision)
         if decision.action is Action.NATIVE:
             return self._run_natively(region, args, kwargs)
+        if decision.action is Action.AUDIT:
+            return self._audit(region, decision, args, kwargs)
         return self._observe(region, decision, args, kwargs)
 
     def _run_natively(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,10 +294,36 @@ class Runner:
             self._inside = None
 
     def refuse(self, region: Region, finding: Finding) -> None:
-        """Makes a region native for good."""
+        """Makes a region native for good; from the next step on its parts are looked at instead."""
         region.retire(finding)
         region.refusal = finding
+        if finding.reason in SPLITTING:
+            self._to_split.append(region)
         self._on_finding(finding)
+
+    def _audit(self, region: Region, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a recorded call natively and compares its operations with the recorded ones."""
+        assert decision.slot is not None
+        engaged = decision.slot.engaged[decision.key]
+        self._dispatcher.audit_requested.discard(region)
+        watch = AttributeWatch(region.name, region.module)
+        with Tracer(region.name, engaged.trace) as tracer:
+            result = self._run_natively(region, args, kwargs)
+        tracer.end_forward()
+        difference = watch.difference() or tracer.difference
+        step = self._dispatcher.step
+        if difference is None:
+            engaged.audited(step)
+            return result
+        since = f"{difference.actual}; replays from step {engaged.verified_step + 1} to {step - 1} may have deviated"
+        finding = Finding(difference.reason, difference.where, difference.expected, since)
+        region.retire(finding)
+        self._on_finding(finding)
+        return result
+
+    def request_audit(self) -> None:
+        """Makes the next call of each region an audit."""
+        self._dispatcher.audit_requested.update(self.regions)
 
     def _observe(self, region: Region, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call natively and watches what it does; keeps it as a sample if it is to be recorded."""
@@ -269,7 +343,11 @@ class Runner:
         watch = AttributeWatch(region.name, region.module)
         versions = [t._version for t in tensors]
         before = Snapshot(self._backend, region.state.buffers if recording else {})
-        result = self._run_natively(region, args, kwargs)
+        traced = decision.trace and not _is_compiled(region.module)
+        with Tracer(region.name) if traced else contextlib.nullcontext() as tracer:
+            result = self._run_natively(region, args, kwargs)
+        if tracer is not None:
+            decision.slot.traces[decision.key] = tracer.trace
         after = Snapshot(self._backend, region.state.buffers if recording else {})
         finding = watch.difference() or region.refusal
         if (drawn := after.host_random.moved_since(before.host_random)) is not None:
@@ -336,6 +414,7 @@ class Runner:
         recording = engaged.recording
         tensors = decision.arguments.tensors
         engaged.stats.replays += 1
+        engaged.last_used = self._dispatcher.step
         if any(recording.differentiable):
             random_before = self._backend.random_state() if recording.draws else None
             pending = PendingCall(self, region, engaged, random_before, _hooked(engaged))
@@ -564,28 +643,46 @@ class Runner:
         with stand_ins(region.module, [parameters[i] for i in trainable]) as leaves:
             recorder = Recorder(self._backend, sample.slot.pool, call, leaves, sample.cotangents)
             watched = (*region.state.buffers.values(), *(c for c in sample.cotangents if c is not None))
-            inspector = Inspector(self._backend.device, call.inputs, parameters, watched)
+            inspector = Inspector(
+                region.name,
+                sample.slot.traces.get(sample.key),
+                self._backend.device,
+                call.inputs,
+                parameters,
+                watched,
+                self._backend.random_state,
+            )
+            inspects = not _is_compiled(region.module)
 
             def run_native(watch: bool) -> tuple[Reference, Trial]:
                 sample.before.restore()
-                with inspector if watch and not _is_compiled(region.module) else contextlib.nullcontext():
-                    reference = recorder.run_reference()
+                inspector.begin()
+                with inspector if watch and inspects else contextlib.nullcontext():
+                    reference = recorder.run_reference(inspector.end_forward if watch else lambda: None)
                 trial = self._trial(sample, reference.outputs, reference.gradients, reference.input_gradients, trainable)
                 return reference, trial
 
             reference, first = run_native(watch=True)
+            if inspects and inspector.difference is not None:
+                raise CaptureError(inspector.difference)
+            if inspects and region.part and len(inspector.trace) < MIN_OPERATIONS:
+                actual = f"{len(inspector.trace)} operations"
+                raise CaptureError(Finding(Reason.TOO_SMALL, region.name, f"at least {MIN_OPERATIONS}", actual))
             self._check_sharing(region, call, reference, trainable)
             sample.before.restore()
             recording = recorder.record(reference, written, sample.after.drew_since(sample.before))
             recording.kept_alive.extend(inspector.foreign)
             recording.gradients = _spread(recording.gradients, trainable, len(parameters))
             recording.several_uses = frozenset(trainable[i] for i in recording.several_uses)
+            _check_memory(region, parameters, trainable, leaves)
             verdict = Verdict("off")
             if self._certify != "off":
                 verdict = self._try_replay(sample, recording, first, lambda: run_native(watch=False)[1], trainable)
         publication = Publication(self._backend, recording.pool, region.buffers, recording.gradients)
         stats = RecordingStats(region.name, sample.signature, 0.0, recording.pool.bytes(), verdict.equal)
-        return Engaged(recording, publication, stats)
+        step = self._dispatcher.step
+        trace = inspector.trace if inspects else None
+        return Engaged(recording, publication, stats, trace, last_used=step, verified_step=step)
 
     def _check_sharing(self, region: Region, call: Call, reference: Reference, trainable: list[int]) -> None:
         """Refuses a region whose parameters get gradients from several places in an order we cannot keep."""
@@ -686,6 +783,19 @@ def _hooked(engaged: Engaged) -> list[Parameter]:
     publication = engaged.publication
     parameters = [publication.buffers.parameters[i] for i in publication.positions]
     return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+
+
+def _check_memory(
+    region: Region, parameters: Sequence[Parameter], trainable: Sequence[int], leaves: Sequence[Parameter]
+) -> None:
+    """Refuses a region that moved its parameters to other memory while it was recorded: a recording would miss them."""
+    for position, leaf in zip(trainable, leaves, strict=True):
+        if leaf.data_ptr() != parameters[position].data_ptr():
+            assert region.state is not None
+            name = list(region.state.parameters)[position]
+            raise CaptureError(
+                Finding(Reason.PARAMETER_WRITTEN, name, "parameters that stay where they are", "new memory (set_ or .data)")
+            )
 
 
 def _spread(gradients: list[Tensor | None], positions: list[int], length: int) -> list[Tensor | None]:

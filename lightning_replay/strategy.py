@@ -29,7 +29,7 @@ from lightning_replay.reasons import Finding, Reason, five_parts
 from lightning_replay.report import RecordingStats, ReplayReport
 from lightning_replay.runner import Runner, StepAction
 
-_QUIET = frozenset({Reason.WARM_UP, Reason.RECORDING, Reason.UNRECORDED_MODE, Reason.LAST_BATCH, Reason.INVALIDATED})
+_QUIET = frozenset({Reason.WARM_UP, Reason.RECORDING, Reason.UNRECORDED_MODE, Reason.LAST_BATCH, Reason.INVALIDATED, Reason.AUDIT})
 """Reasons of a healthy run: counted, never warned about, never an error."""
 
 
@@ -321,6 +321,15 @@ class ReplayStrategy(SingleDeviceStrategy):
         if self._runner is not None:
             self._runner.invalidate(finding)
         self._meet(finding)
+
+    def audit(self) -> None:
+        """Makes the next step native, to compare its operations with the recorded ones.
+
+        Audits also happen by themselves, ever more rarely. One that finds a difference (a global, a closure or another
+        object that changed a number under a recording) retires the recording and reports the steps concerned.
+        """
+        if self._runner is not None:
+            self._runner.request_audit()
 
     def report(self) -> ReplayReport:
         """Returns the record of all training steps since this object was made."""

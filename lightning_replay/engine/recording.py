@@ -239,8 +239,11 @@ class Recorder:
         self._parameters = list(parameters)
         self._cotangents = list(cotangents)
 
-    def run_reference(self) -> Reference:
+    def run_reference(self, after_forward: Callable[[], None] = lambda: None) -> Reference:
         """Runs the call natively where it will be recorded: the warm-up, and the reference of the certification.
+
+        Args:
+            after_forward: Called between forward and backward.
 
         Raises:
             CaptureError: If the call cannot be recorded.
@@ -250,6 +253,7 @@ class Recorder:
             leaves = self._call.leaves()
             marker = _sequence_number()
             result = take_apart(self._call(leaves), leaves, self._call.name)
+            after_forward()
             several = self._check_graph(result, leaves, marker)
             outputs = [clone_exactly(output) for output in result.outputs]
             gradients, input_gradients = self._differentiate(result, leaves)
