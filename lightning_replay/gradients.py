@@ -16,8 +16,12 @@ Note [ownership of a gradient]
     So no replay ever writes a live or a kept gradient, and there is nothing to copy away before a forward replay.
 """
 
+import contextlib
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import sub
 from typing import Any
 
 import torch
@@ -54,7 +58,28 @@ class GradientBuffers:
             if self.buffers[i] is None:
                 self.buffers[i] = allocate_gradient(self.parameters[i])
                 self._storages[i] = self.at(i).untyped_storage()
-                self._alone[i] = next(zip(*self._references([self.buffers[i]], [i]), strict=True))
+                self._alone[i] = self._count(i)
+
+    def _count(self, position: int) -> tuple[int, int, int]:
+        return next(zip(*self._references([self.buffers[position]], [position]), strict=True))
+
+    @contextlib.contextmanager
+    def expecting_references(self, owner: object, positions: Sequence[int]) -> Iterator[None]:
+        """Counts references to buffers that a block adds as nobody's, for as long as their owner lives.
+
+        A tape refers to what it writes; a CUDA graph knows addresses only.
+        """
+        before = [self._count(i) for i in positions]
+        yield
+        added = [tuple(map(sub, self._count(i), count)) for i, count in zip(positions, before, strict=True)]
+        if any(map(any, added)):
+            self._expect(positions, added, 1)
+            weakref.finalize(owner, self._expect, positions, added, -1)
+
+    def _expect(self, positions: Sequence[int], added: Sequence[tuple[int, ...]], sign: int) -> None:
+        for i, (python, tensor, storage) in zip(positions, added, strict=True):
+            alone = self._alone[i]
+            self._alone[i] = (alone[0] + sign * python, alone[1] + sign * tensor, alone[2] + sign * storage)
 
     def at(self, position: int) -> Tensor:
         """Returns the buffer at a position."""
@@ -99,13 +124,18 @@ class Publication:
         self.buffers = buffers
         buffers.provide(self.positions)
         self._parameters = [buffers.parameters[i] for i in self.positions]
-        self._targets = [buffers.at(i) for i in self.positions]
         self._graph: Graph | None = None
         if self.sources:
-            run = torch.no_grad()(lambda: copy_all(self._targets, self.sources))
-            backend.warm_up(run)
-            self._graph, _ = backend.capture(pool, run)
-        del self._targets
+            with buffers.expecting_references(self, self.positions):
+                self._graph = self._record(backend, pool)
+
+    @torch.no_grad()
+    def _record(self, backend: GraphBackend, pool: Pool) -> Graph:
+        targets = [self.buffers.at(i) for i in self.positions]
+        run = partial(copy_all, targets, self.sources)
+        backend.warm_up(run)
+        graph, _ = backend.capture(pool, run)
+        return graph
 
     def is_possible(self) -> bool:
         """Tells whether the buffers are free: no `.grad` alive, nothing kept."""

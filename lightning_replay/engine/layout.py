@@ -6,7 +6,7 @@ Kernels choose their code by strides and by pointer alignment, and another choic
 tensor has the sizes, strides and 16-byte alignment of the tensor it stands for, expanded (stride 0) dimensions included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -57,13 +57,42 @@ def without_expanded(tensor: Tensor) -> Tensor:
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Tells whether two elements may share memory, expanded dimensions left aside."""
+    return _overlaps(tensor.shape, tensor.stride())
+
+
+def _overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
     reach = 0
-    pairs = ((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s != 0)
+    pairs = ((s, n) for n, s in zip(size, stride, strict=True) if n > 1 and s != 0)
     for step, extent in sorted(pairs):
         if step <= reach:
             return True
         reach += step * (extent - 1)
     return False
+
+
+def may_overlap(left: Tensor, right: Tensor) -> bool:
+    """Tells whether two tensors may share elements. Pieces of one tensor, split along a dimension, do not."""
+    if not left.numel() or not right.numel() or left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr():
+        return False
+    if left.dtype == right.dtype and left.storage_offset() > right.storage_offset():
+        left, right = right, left
+    ends = [t.data_ptr() + t.element_size() * (1 + sum((n - 1) * s for n, s in _extents(t))) for t in (left, right)]
+    if ends[0] <= right.data_ptr() or ends[1] <= left.data_ptr():
+        return False
+    if left.dtype != right.dtype or left.stride() != right.stride():
+        return True
+    gap = right.storage_offset() - left.storage_offset()
+    for dim, step in enumerate(left.stride()):
+        if step and gap % step == 0 and gap // step >= left.shape[dim]:
+            whole = [max(pair) for pair in zip(left.shape, right.shape, strict=True)]
+            whole[dim] = gap // step + right.shape[dim]
+            if not _overlaps(whole, left.stride()):
+                return False
+    return True
+
+
+def _extents(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    return zip(tensor.shape, tensor.stride(), strict=True)
 
 
 def allocate_like(tensor: Tensor) -> Tensor:

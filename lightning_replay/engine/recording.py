@@ -18,7 +18,15 @@ from torch import Tensor
 
 from lightning_replay.engine import tree
 from lightning_replay.engine.backend import Graph, GraphBackend, Pool
-from lightning_replay.engine.layout import allocate_like, clone_exactly, copy_all, is_plain, overlaps_itself, without_expanded
+from lightning_replay.engine.layout import (
+    allocate_like,
+    clone_exactly,
+    copy_all,
+    is_plain,
+    may_overlap,
+    overlaps_itself,
+    without_expanded,
+)
 from lightning_replay.engine.modes import Modes
 from lightning_replay.errors import CaptureError
 from lightning_replay.reasons import Finding, Reason
@@ -103,20 +111,17 @@ def check_outputs(result: Result, others: Mapping[str, Tensor], device: torch.de
         device: The device of the recording.
     """
     taken = {tensor.untyped_storage().data_ptr(): name for name, tensor in others.items() if tensor.numel()}
-    spans: list[tuple[int, int, int, str]] = []
+    earlier: list[tuple[Tensor, str]] = []
     for output, path in zip(result.outputs, result.paths, strict=True):
         if not is_plain(output) or output.device != device or overlaps_itself(output):
             return Finding(Reason.UNSUPPORTED_TENSOR, path, f"a plain strided tensor on {device}", describe(output))
         storage = output.untyped_storage().data_ptr()
         if storage in taken and output.numel():
             return Finding(Reason.OUTPUT_ALIAS, path, "memory of its own", f"shares memory with {taken[storage]}")
-        reach = sum((n - 1) * s for n, s in zip(output.shape, output.stride(), strict=True)) + 1
-        first = output.data_ptr()
-        last = first + reach * output.element_size()
-        for other, begin, end, name in spans:
-            if output.numel() and other == storage and first < end and begin < last:
+        for other, name in earlier:
+            if may_overlap(output, other):
                 return Finding(Reason.OUTPUT_ALIAS, path, "memory of its own", f"shares memory with {name}")
-        spans.append((storage, first, last, path))
+        earlier.append((output, path))
     return None
 
 

@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_replay.engine.layout import without_expanded
 from lightning_replay.engine.modes import without_autocast
-from lightning_replay.engine.operations import host_access, is_allocation, shares_memory, written_tensors
+from lightning_replay.engine.operations import host_access, is_allocation, shares_memory, user_line, written_tensors
 from lightning_replay.errors import CaptureError
+from lightning_replay.reasons import Finding, Reason
 
 T = TypeVar("T")
 
@@ -85,6 +87,19 @@ class _Recorder(TorchDispatchMode):
             frozen_args, frozen_kwargs = tree_map(self._frozen, (args, kwargs))
             self._tape.append(func, frozen_args, frozen_kwargs, targets)
         return result
+
+
+_HOST_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses what reads a CPU tensor without an operation; on another device a copy, which is seen, comes first."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HOST_READS:
+            name = f"Tensor.{func.__name__}"
+            raise CaptureError(Finding(Reason.HOST_SYNC, user_line(), "work that the device can do alone", name))
+        return func(*args, **(kwargs or {}))
 
 
 class Tape:
@@ -160,7 +175,7 @@ class TapeBackend:
     def capture(self, pool: TapePool, run: Callable[[], T], *, overwrites_pool: bool = False) -> tuple[Tape, T]:
         """Records the operations of a callable while they run."""
         tape = Tape(pool, overwrites_pool)
-        with _Recorder(tape, self.device):
+        with _HostReads(), _Recorder(tape, self.device):
             result = run()
         return tape, result
 

@@ -98,6 +98,10 @@ class ModuleState:
         reads = self._reads
         return {k: v for k, v in module.__dict__.items() if k not in _TORCH_OWN and (reads is None or k in reads)}
 
+    def named(self) -> list[tuple[str, Module]]:
+        """Returns the modules with their dotted paths."""
+        return self._named
+
     def flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Returns training flags of all modules and trainability of all parameters: part of the signature."""
         return tuple(map(_training, self._modules)), tuple(map(_requires_grad, self._parameter_list))
@@ -246,6 +250,7 @@ class AttributeWatch:
 
     def __init__(self, name: str, root: Module) -> None:
         self._state = ModuleState(name, root, every_attribute=True)
+        self._flags = self._state.flags()
         self._versions = [parameter._version for parameter in self._state.parameters.values()]
         self._saved = [(module.__dict__, dict(module.__dict__)) for module in root.modules()]
         self._containers = [
@@ -261,13 +266,29 @@ class AttributeWatch:
         if found is not None and found.reason is Reason.MODULE_CHANGED:
             reason = Reason.BUFFER_REBOUND if found.where in self._state.buffers else Reason.ATTRIBUTE_WRITTEN
             return Finding(reason, found.where, "no change by the forward pass", found.actual)
+        if found is None and (found := self._flag_difference()) is not None:
+            return found
         for (name, parameter), version in zip(self._state.parameters.items(), self._versions, strict=True):
             if parameter._version != version:
                 return Finding(Reason.PARAMETER_WRITTEN, name, "parameters that are only read", "written in place")
         return found
 
+    def _flag_difference(self) -> Finding | None:
+        """Finds a training flag, or a parameter's trainability, that the run changed."""
+        (training, trainable), (training_now, trainable_now) = self._flags, self._state.flags()
+        for (path, _), before, now in zip(self._state.named(), training, training_now, strict=True):
+            if before != now:
+                return Finding(Reason.ATTRIBUTE_WRITTEN, join(path, "training"), f"{before}", f"{now}")
+        for path, before, now in zip(self._state.parameters, trainable, trainable_now, strict=True):
+            if before != now:
+                return Finding(Reason.ATTRIBUTE_WRITTEN, join(path, "requires_grad"), f"{before}", f"{now}")
+        return None
+
     def restore(self) -> None:
         """Puts attributes, members and the contents of containers back."""
+        for parameter, trainable in zip(self._state.parameters.values(), self._flags[1], strict=True):
+            if parameter.requires_grad != trainable:
+                parameter.requires_grad_(trainable)
         for live, saved in self._saved:
             if list(live) != list(saved) or not all(map(is_, live.values(), saved.values())):
                 live.clear()
