@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Measures everything that can be measured here and renders the page of evidence: ``python -m tests.benchmarks``.
+"""Measures everything that can be measured here and renders the page of evidence and the README's figures.
 
 Arguments go to ``step_time``; without ``--out`` its receipt is docs/evidence/step_time.json.
 """
@@ -22,6 +22,7 @@ def main() -> int:
     failed = step_time.main()
     if publishing:
         (render.EVIDENCE / "README.md").write_text(render.render())
+        render.README.write_text(render.readme(), encoding="utf-8")
     return failed
 
 

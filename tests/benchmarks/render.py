@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Renders the receipts in docs/evidence to docs/evidence/README.md. No figure is ever typed by hand.
+"""Renders the receipts in docs/evidence: a page beside them, and the figures in README.md. No figure is typed by hand.
 
-python -m tests.benchmarks.render            writes the page
-python -m tests.benchmarks.render --check    fails if the page is not what the receipts say
+python -m tests.benchmarks.render            writes both
+python -m tests.benchmarks.render --check    fails if one of them is not what the receipts say
 """
 
 import argparse
@@ -16,6 +16,8 @@ from typing import Any
 from tests.benchmarks.receipt import ROOT, SCHEMA
 
 EVIDENCE = ROOT / "docs" / "evidence"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 
 _HEAD = """# Evidence
 
@@ -28,16 +30,49 @@ sources.
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=EVIDENCE, help="where the receipts are")
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is out of date")
+    parser.add_argument("--readme", type=Path, default=README, help="the README with the two markers")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if a page is out of date")
     options = parser.parse_args()
-    page, target = render(options.folder), options.folder / "README.md"
+    pages = {
+        options.folder / "README.md": render(options.folder),
+        options.readme: readme(options.readme, options.folder),
+    }
     if not options.check:
-        target.write_text(page)
+        for target, page in pages.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(page, encoding="utf-8")
         return 0
-    if target.exists() and target.read_text() == page:
-        return 0
-    print(f"{target.name} is not what the receipts say: run python -m tests.benchmarks.render", file=sys.stderr)
-    return 1
+    stale = [target for target, page in pages.items() if not target.exists() or target.read_text("utf-8") != page]
+    for target in stale:
+        print(f"{target} is not what the receipts say: run python -m tests.benchmarks.render", file=sys.stderr)
+    return 1 if stale else 0
+
+
+def readme(path: Path = README, folder: Path = EVIDENCE) -> str:
+    """Returns a README whose section of figures is what the newest receipt of step times says.
+
+    Raises:
+        ValueError: if the README does not have both markers once, in order.
+    """
+    text = path.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
+        raise ValueError(f"{path.name}: expected {BEGIN} and {END}, once each and in this order")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{figures(folder)}\n{END}{rest.split(END)[1]}"
+
+
+def figures(folder: Path = EVIDENCE) -> str:
+    """Returns the README's section of figures: the newest complete receipt of step times, measured on a GPU."""
+    measured = [
+        (content["written"], path.name, content)
+        for path, content in receipts(folder)
+        if content["name"] == "step_time" and content["complete"] and content["device"]["gpu"]
+    ]
+    if not measured:
+        return "No figures are published yet."
+    _, name, content = max(measured, key=lambda found: found[:2])
+    link = f"Receipt with the raw numbers: [{name}](docs/evidence/{name})."
+    return f"{step_time(content)}\n\n{_provenance(content)}\n\n{link}"
 
 
 def render(folder: Path = EVIDENCE) -> str:

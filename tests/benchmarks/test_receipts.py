@@ -68,6 +68,61 @@ def test_published_page_is_what_the_receipts_say() -> None:
     assert (render.EVIDENCE / "README.md").read_text() == render.render()
 
 
+def test_readme_is_what_the_receipts_say() -> None:
+    assert render.README.read_text(encoding="utf-8") == render.readme()
+
+
+def _publish(folder: Path, name: str, replay: float, **changes: Any) -> None:
+    settings = {"precision": "bf16-mixed", "optimizer": "AdamW", "clip": 1.0, "repeats": 1, "steps": 55}
+    settings |= {"window": 20, "skip": 15, "workloads": {"tiny": "a tiny MLP"}}
+    runs = _runs(native=[10.0], replay=[replay])
+    content = receipt("step_time", settings, {"complete": True, "runs": runs, "summary": summarise(runs)})
+    content["device"] |= {"gpu": "A GPU", "driver": "1.0"}
+    write(folder / name, {**content, **changes})
+
+
+def test_readme_has_the_newest_complete_figures_of_a_gpu(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{render.BEGIN}\n99.9 typed by hand\n{render.END}\nafter\n")
+    evidence = tmp_path / "evidence"
+    assert render.readme(page, evidence) == (
+        f"before\n{render.BEGIN}\nNo figures are published yet.\n{render.END}\nafter\n"
+    )
+
+    _publish(evidence, "b.json", 5.0, written="2020-01-02T00:00:00+00:00")
+    _publish(evidence, "a.json", 2.5, written="2020-01-03T00:00:00+00:00")
+    _publish(evidence, "c.json", 1.0, written="2020-01-04T00:00:00+00:00", complete=False)
+    cpu = receipt("step_time", {}, {})["device"] | {"gpu": None}
+    _publish(evidence, "d.json", 1.5, written="2020-01-05T00:00:00+00:00", device=cpu)
+    section = render.readme(page, evidence)
+
+    assert "| a tiny MLP | replay | 2.500 (2.500 to 2.500) | 0.250 |" in section
+    assert "2020-01-03; A GPU, driver 1.0;" in section
+    assert "docs/evidence/a.json" in section
+    assert "99.9" not in section
+    assert section.endswith(f"{render.END}\nafter\n")
+
+
+def test_check_fails_where_a_page_was_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{render.BEGIN}{render.END}")
+    words = ["render", "--folder", str(tmp_path / "evidence"), "--readme", str(page)]
+
+    monkeypatch.setattr(sys, "argv", words)
+    assert render.main() == 0
+    monkeypatch.setattr(sys, "argv", [*words, "--check"])
+    assert render.main() == 0
+    page.write_text(page.read_text().replace("No figures", "Great figures"))
+    assert render.main() == 1
+
+
+def test_a_readme_without_markers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(render.BEGIN)
+
+    with pytest.raises(ValueError, match=r"page\.md: expected <!-- figures:begin -->"):
+        render.readme(tmp_path / "page.md", tmp_path)
+
+
 @pytest.mark.slow
 def test_harness_on_a_cpu(tmp_path: Path) -> None:
     """Both arms on the tape backend: enough to know that the harness runs and that the replay arm replays."""

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""What README and docs name exists, their examples run, and generated pages are up to date."""
+
+import ast
+import importlib.util
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from packaging.specifiers import SpecifierSet
+
+from lightning_replay import Reason, ReplayStrategy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LIMITS = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what the example says without a CUDA device")
+def test_the_first_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Lightning's logs and checkpoints
+    exec(compile(blocks("python")[0], "README.md", "exec"), {"__name__": "readme"})
+
+    assert "steps: 32 in all, 0 replayed (0%), 32 native" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", blocks("python")[1:])
+def test_spellings_in_python(block: str) -> None:
+    made: list[Trainer] = []
+
+    def make(*args: Any, **kwargs: Any) -> Trainer:
+        made.append(Trainer(*args, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **kwargs))
+        return made[-1]
+
+    exec(compile(block, "README.md", "exec"), {"Trainer": make, "ReplayStrategy": ReplayStrategy})
+
+    assert [type(trainer.strategy) for trainer in made] == [ReplayStrategy]
+
+
+def test_spelling_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks("yaml")
+    (tmp_path / "config.yaml").write_text(block)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cli = LightningCLI(BoringModel, run=False, args=["--config=config.yaml", "--trainer.accelerator=cpu"])
+
+    assert type(cli.trainer.strategy) is ReplayStrategy
+
+
+def test_commands_exist() -> None:
+    sessions = re.findall(r"nox -s (\w+)", README)
+    defined = {
+        node.name for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef)
+    }
+
+    assert {"demo", "tests"} <= set(sessions) <= defined
+
+
+def test_versions_are_those_of_the_matrix() -> None:
+    matrix = tomllib.loads((ROOT / "compat" / "matrix.toml").read_text())
+    releases = matrix["lightning"]["releases"]
+
+    assert f"Lightning {releases[0]} to {releases[-1]}" in README
+    assert f"torch {matrix['torch']['oldest']} or newer" in README
+    assert f"Python {matrix['python']['oldest']} or newer" in README
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert matrix["python"]["oldest"] in SpecifierSet(project["requires-python"])
+
+
+def test_named_reasons_exist() -> None:
+    table = README.split("| When | Reason |")[1].split("\n\n")[0]
+    named = [key for row in table.splitlines()[2:] for key in re.findall(r"`([a-z_]+)`", row.split("|")[2])]
+
+    assert len(named) > 15
+    assert set(named) <= {reason.value for reason in Reason}
+
+
+def test_why_native_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+
+    assert generate.main(["--check"]) == 0, "run python docs/generate.py"
+
+
+def test_every_limit_has_a_section() -> None:
+    listed = re.findall(r"^\d+\. \*\*(.+?)\.\*\*", README, flags=re.MULTILINE)
+
+    assert len(listed) == 10
+    assert listed == re.findall(r"^## (.+)$", LIMITS, flags=re.MULTILINE)
+
+
+def names_of_tests(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def test_every_sentence_on_limits_names_its_tests() -> None:
+    items = re.findall(r"^- (.+?)(?=\n- |\n\n|\Z)", LIMITS, flags=re.MULTILINE | re.DOTALL)
+    assert len(items) > 20
+    named: set[str] = set()
+    for item in items:
+        references = re.findall(r"`(?:(tests/[\w/]+\.py)::)?(test_\w+)`", item)
+        assert references, item
+        for path, name in references:
+            assert name in names_of_tests(path or "tests/limits/test_limits.py"), name
+            named |= {name} if not path else set()
+
+    assert named == names_of_tests("tests/limits/test_limits.py"), "tests of limits that the page does not name"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
