@@ -4,10 +4,11 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_replay.errors import CaptureError, ContractError, NotReplayedError
+from lightning_replay.errors import CaptureError, ContractError, NotReplayedError, ReplayWarning
+from lightning_replay.precision import ReplayPrecision
 from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import ReplayReport
-from lightning_replay.strategy import ReplayStrategy, ReplayWarning
+from lightning_replay.strategy import ReplayStrategy
 
 __all__ = [
     "CaptureError",
@@ -15,6 +16,7 @@ __all__ = [
     "Finding",
     "NotReplayedError",
     "Reason",
+    "ReplayPrecision",
     "ReplayReport",
     "ReplayStrategy",
     "ReplayWarning",

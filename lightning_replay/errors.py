@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""The errors this package raises itself. Everything else is a builtin error."""
+"""The errors and the warning that this package raises itself. Everything else is a builtin one."""
 
 from lightning_replay.reasons import Finding
 
@@ -26,3 +26,7 @@ class NotReplayedError(_FindingError):
 
 class ContractError(_FindingError):
     """The installed Lightning is unknown and `on_native="error"` was asked for."""
+
+
+class ReplayWarning(UserWarning):
+    """Something runs natively: a step, a whole fit or the clipping of gradients. The message says why."""

@@ -229,6 +229,59 @@ class Reason(Enum):
         "Report it with the message; the region stays native.",
     )
     INVALIDATED = ("invalidated", "Recordings were dropped on request.", "Nothing: they are made again.")
+    # -- the gradient norm
+    NORM_VALUE = (
+        "norm_value",
+        "Gradients were clipped by value; only clipping by norm is recorded.",
+        'Trainer(gradient_clip_algorithm="norm"), or leave it: clipping by value is native by design.',
+    )
+    NORM_OVERRIDDEN = (
+        "norm_overridden",
+        "Clipping goes its own way: an override of configure_gradient_clipping, or a replaced torch function.",
+        "Call self.clip_gradients(...) in the override, and leave torch.nn.utils.clip_grad_norm_ as it is.",
+    )
+    NORM_PRECISION = (
+        "norm_precision",
+        "The precision plugin clips in its own way, so it was left as it is.",
+        "Use a precision plugin that inherits clipping from Lightning's.",
+    )
+    NORM_LAYOUT = (
+        "norm_layout",
+        "A gradient is a view into other memory, not dense, a subclass, complex, or has history.",
+        "Let autograd make the gradients, without flattening them into one buffer.",
+    )
+    NORM_SPARSE = ("norm_sparse", "A gradient is sparse.", "Use dense gradients: nn.Embedding(..., sparse=False).")
+    NORM_ALIASED = (
+        "norm_aliased",
+        "Two gradients share memory, or a parameter is in the optimizer twice.",
+        "Give each parameter to the optimizer once, and leave .grad to autograd.",
+    )
+    NORM_ERROR_IF_NONFINITE = (
+        "norm_error_if_nonfinite",
+        "An error was asked for if the norm is not finite, which waits for the device.",
+        "Leave error_if_nonfinite=False and look at last_gradient_norm now and then.",
+    )
+    NORM_DEVICES = ("norm_devices", "Gradients lie on several devices.", "Keep the parameters on one device.")
+    NORM_TORCH = (
+        "norm_torch",
+        "The installed torch has no torch.nn.utils.get_total_norm.",
+        "Install a newer torch.",
+    )
+    NORM_MODE = (
+        "norm_mode",
+        "Gradients were clipped under autocast, or under a mode that watches torch's operations.",
+        "Clip outside of it, as Lightning does.",
+    )
+    NORM_DRIFT = (
+        "norm_drift",
+        "The gradients were not those of the recording: other tensors, layouts, a missing one, or another stream.",
+        "Nothing: a new pattern that lasts is recorded.",
+    )
+    NORM_RETIRED = (
+        "norm_retired",
+        "The gradients changed too often; clipping is native for the rest of the fit.",
+        "Let the same parameters get gradients in every step, or capture_gradient_norm=False.",
+    )
 
     def __new__(cls, key: str, cause: str, cure: str) -> "Reason":
         """Makes the key the value and hangs cause and cure on the member."""

@@ -41,6 +41,8 @@ class ReplayReport:
         reasons: For each reason, the number of calls or steps that were native because of it.
         recordings: The recordings, retired ones included.
         norm_replays: Replays of a recorded gradient norm.
+        norm_copied: Those of them that copied the gradients first, because they lay in new memory.
+        norm_native: Clippings that were native, by reason.
         gradients_published: Backward passes after which buffers were bound without a launch per parameter.
         gradients_added: Backward passes after which gradients were added to live ones.
         messages: For each reason met, the message of its first finding.
@@ -52,6 +54,8 @@ class ReplayReport:
     reasons: dict[Reason, int] = field(default_factory=dict)
     recordings: tuple[RecordingStats, ...] = ()
     norm_replays: int = 0
+    norm_copied: int = 0
+    norm_native: dict[Reason, int] = field(default_factory=dict)
     gradients_published: int = 0
     gradients_added: int = 0
     messages: dict[Reason, str] = field(default_factory=dict)
@@ -60,6 +64,7 @@ class ReplayReport:
         """Returns the report with plain keys and values, ready for JSON."""
         plain = asdict(self)
         plain["reasons"] = {reason.value: count for reason, count in self.reasons.items()}
+        plain["norm_native"] = {reason.value: count for reason, count in self.norm_native.items()}
         plain["messages"] = {reason.value: message for reason, message in self.messages.items()}
         return plain
 
@@ -72,6 +77,12 @@ class ReplayReport:
         lines = [
             f"steps: {self.steps_total} in all, {self.steps_replayed} replayed ({share:.0%}), {self.steps_native} native",
         ]
+        if self.norm_replays or self.norm_native:
+            native = ", ".join(f"{reason.value} {count}" for reason, count in self.norm_native.items())
+            lines.append(
+                f"gradient norm: {self.norm_replays} replayed ({self.norm_copied} on copies),"
+                f" {sum(self.norm_native.values())} native{f' ({native})' if native else ''}"
+            )
         if self.recordings:
             rows = [
                 (r.region, r.signature, str(r.replays), f"{r.capture_seconds:.2f} s", _mebibytes(r.pool_bytes), r.certified)

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,18 +24,16 @@ from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.cuda import CudaGraphBackend
 from lightning_replay.engine.interposition import Shadowed
 from lightning_replay.engine.tape import TapeBackend
-from lightning_replay.errors import ContractError, NotReplayedError
+from lightning_replay.errors import ContractError, NotReplayedError, ReplayWarning
 from lightning_replay.fit import find_fit_reason
+from lightning_replay.norm import NormClipper
+from lightning_replay.precision import asks_for_clipping, attach, detach
 from lightning_replay.reasons import Finding, Reason, five_parts
 from lightning_replay.report import RecordingStats, ReplayReport
 from lightning_replay.runner import Runner, StepAction
 
 _QUIET = frozenset({Reason.WARM_UP, Reason.RECORDING, Reason.UNRECORDED_MODE, Reason.LAST_BATCH, Reason.INVALIDATED, Reason.AUDIT})
 """Reasons of a healthy run: counted, never warned about, never an error."""
-
-
-class ReplayWarning(UserWarning):
-    """A step, or a whole fit, runs natively; the message says why."""
 
 
 class ReplayStrategy(SingleDeviceStrategy):
@@ -52,7 +51,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         max_recordings: Signatures (shapes, dtypes, modes) recorded for each module; more run natively. At least 1.
         certify: Compare a trial replay of a real batch with the native result before a recording is used. "bitwise"
             demands equal bits; "auto" accepts native's own spread where native does not repeat itself; "off" trusts.
-        capture_gradient_norm: Record the gradient norm of clipping too.
+        capture_gradient_norm: Record clipping by norm too. False leaves the precision plugin untouched.
         on_native: What happens when a step runs natively for a reason other than warm-up: "warn" once a reason, raise
             an "error", or "ignore".
         backend: "auto" (CUDA graphs on a CUDA device, native elsewhere), "cuda", or "tape", a slow stand-in that runs
@@ -110,7 +109,10 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._certify: Literal["auto", "bitwise", "off"] = certify
         self._on_native = on_native
         self._backend = backend
-        self._capture_gradient_norm = capture_gradient_norm
+        # Without replayed steps gradients never lie still, and are worth a recording on copies only then.
+        patience = warmup_steps + 5
+        self._clipper = NormClipper(backend, patience, self._meet_norm) if capture_gradient_norm else None
+        self._norm_finding: Finding | None = None
         self._runner: Runner | None = None
         self._fit_finding: Finding | None = None
         self._fit_checked = False
@@ -173,12 +175,17 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._drop_recordings()
         self._fit_checked = False
         self._warned.clear()
+        if self._clipper is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._norm_finding = attach(self.precision_plugin, self._clipper)
         super().setup(trainer)
 
     @override
     def teardown(self) -> None:
         self._drop_recordings()
-        super().teardown()
+        try:
+            super().teardown()
+        finally:
+            self._release_norm()
         self._fit_finding = None
         self._fit_checked = False
         # Lightning refuses a strategy that still carries what an earlier Trainer's connector put on it.
@@ -187,6 +194,14 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._checkpoint_io = self._given_checkpoint_io
         if self._explicit_device is None:
             self._root_device = torch.device("cpu")
+
+    def _release_norm(self) -> None:
+        """Gives the precision plugin back as it was."""
+        detach(self.precision_plugin)
+        finding, self._norm_finding = self._norm_finding, None
+        if finding is not None and self._clipper is not None and asks_for_clipping(self.lightning_module):
+            self._clipper.count(finding.reason)
+            self._meet_norm(finding)
 
     def _drop_recordings(self) -> None:
         """Gives all recordings back, keeping what is reported of them."""
@@ -299,12 +314,26 @@ class ReplayStrategy(SingleDeviceStrategy):
             self._warned.add((finding.reason, finding.where))
             warnings.warn(str(finding), ReplayWarning, stacklevel=2)
 
+    def _meet_norm(self, finding: Finding) -> None:
+        """Acts on a finding for which clipping stays native: no step is native for it, so it is no error."""
+        self._messages.setdefault(finding.reason, str(finding))
+        if self._on_native != "ignore" and finding.reason is not Reason.NORM_VALUE:
+            warnings.warn(str(finding), ReplayWarning, stacklevel=2)
+
     # -- for the user --------------------------------------------------------------------------------------------
 
     @property
     def last_action(self) -> StepAction:
         """What the last training step was: "native", "record" (trained natively, then recorded) or "replay"."""
         return self._last_action
+
+    @property
+    def last_gradient_norm(self) -> Tensor | None:
+        """The total norm that the last clipping by norm found, before scaling; None before the first.
+
+        A scalar on the training device: reading it here, or giving it to `self.log`, does not wait for the device.
+        """
+        return None if self._clipper is None else self._clipper.last_norm
 
     @property
     def recordings(self) -> tuple[RecordingStats, ...]:
@@ -334,12 +363,16 @@ class ReplayStrategy(SingleDeviceStrategy):
     def report(self) -> ReplayReport:
         """Returns the record of all training steps since this object was made."""
         runner = self._runner
+        clipper = self._clipper
         return ReplayReport(
             steps_total=self._steps_total,
             steps_replayed=self._steps_replayed,
             steps_native=self._steps_total - self._steps_replayed,
             reasons=dict(self._reasons),
             recordings=self.recordings,
+            norm_replays=0 if clipper is None else clipper.replays,
+            norm_copied=0 if clipper is None else clipper.copied,
+            norm_native={} if clipper is None else dict(clipper.native),
             gradients_published=self._published + (runner.published if runner is not None else 0),
             gradients_added=self._added + (runner.added if runner is not None else 0),
             messages=dict(self._messages),
