@@ -4,7 +4,8 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,8 @@ from lightning_replay.runner import Runner, StepAction
 
 _QUIET = frozenset({Reason.WARM_UP, Reason.RECORDING, Reason.UNRECORDED_MODE, Reason.LAST_BATCH, Reason.INVALIDATED, Reason.AUDIT})
 """Reasons of a healthy run: counted, never warned about, never an error."""
+
+_FROM_CONNECTOR = ("_accelerator", "_precision_plugin", "_checkpoint_io", "_root_device")
 
 
 class ReplayStrategy(SingleDeviceStrategy):
@@ -122,6 +125,50 @@ class ReplayStrategy(SingleDeviceStrategy):
 
     # -- what the Trainer sets -----------------------------------------------------------------------------------
 
+    _kept: Mapping[str, Any] = MappingProxyType({})
+    """What the last Trainer's connector had set, until that Trainer runs again or another one sets its own."""
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        """The accelerator; of all that is kept here, a new Trainer sets it first."""
+        kept: Accelerator | None = self._kept.get("_accelerator", self._accelerator)
+        return kept
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        self._kept = {}
+        self._accelerator = accelerator
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        """The precision plugin."""
+        kept: Precision | None = self._kept.get("_precision_plugin", self._precision_plugin)
+        return Precision() if kept is None else kept
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision_plugin
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes checkpoints."""
+        kept: CheckpointIO | None = self._kept.get("_checkpoint_io")
+        return super().checkpoint_io if kept is None else kept
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        """Begins a run of the Trainer, perhaps not its first."""
+        vars(self).update(self._kept)
+        self._kept = {}
+        super().connect(model)
+
     @property
     def parallel_devices(self) -> list[torch.device] | None:
         """Always None: Lightning assigns the chosen devices here, and must be free to do so for each Trainer."""
@@ -188,7 +235,9 @@ class ReplayStrategy(SingleDeviceStrategy):
             self._release_norm()
         self._fit_finding = None
         self._fit_checked = False
-        # Lightning refuses a strategy that still carries what an earlier Trainer's connector put on it.
+        # Lightning refuses a strategy that still carries what an earlier Trainer's connector put on it; but that
+        # Trainer may save a checkpoint, or run again.
+        self._kept = {name: getattr(self, name) for name in _FROM_CONNECTOR}
         self._accelerator = self._given_accelerator
         self._precision_plugin = self._given_precision
         self._checkpoint_io = self._given_checkpoint_io
