@@ -173,6 +173,8 @@ def make_rows(native: Result, replay: Result, report: ReplayReport) -> tuple[lis
     rows.append(("steps replayed", f"{report.steps_replayed} of {report.steps_total}"))
     reasons = [f"{count} x {reason.value}: {reason.cause}" for reason, count in report.reasons.items()]
     rows.append(("steps native", "\n".join([str(report.steps_native), *reasons])))
+    clippings = f"{report.norm_replays} replayed, {sum(report.norm_native.values())} native"
+    rows.append(("gradient clipping", clippings))
     # The same steps in both runs; the first replays are left out, as caches may still be cold.
     steady = [step for step, action in enumerate(replay.watch.actions) if action == "replay"][3:]
     for name, result in (("native", native), ("replay", replay)):
