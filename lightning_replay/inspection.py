@@ -55,6 +55,10 @@ class Tracer(TorchDispatchMode):
                 self.difference = Finding(Reason.PYTHON_VALUE, user_line(), _show(earlier), _show(entry))
         self.trace.append(entry)
 
+    def begin_forward(self) -> None:
+        """Starts listening, if it is not listening from the beginning."""
+        self._listening = True
+
     def end_forward(self) -> None:
         """Stops listening: what follows is the backward pass."""
         self._listening = False
@@ -121,7 +125,8 @@ class Inspector(Tracer):
         return result
 
     def begin(self) -> None:
-        """Reads the generator where the run begins."""
+        """Reads the generator where the run begins, before the forward pass."""
+        self._listening = False
         self._random = self._random_state()
 
     def _check_generator(self) -> Finding | None:
@@ -141,7 +146,7 @@ class Inspector(Tracer):
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def _frozen(leaf: Any) -> Any:

@@ -658,7 +658,8 @@ class Runner:
                 sample.before.restore()
                 inspector.begin()
                 with inspector if watch and inspects else contextlib.nullcontext():
-                    reference = recorder.run_reference(inspector.end_forward if watch else lambda: None)
+                    watching = (inspector.begin_forward, inspector.end_forward) if watch else ()
+                    reference = recorder.run_reference(*watching)
                 trial = self._trial(sample, reference.outputs, reference.gradients, reference.input_gradients, trainable)
                 return reference, trial
 

@@ -244,10 +244,13 @@ class Recorder:
         self._parameters = list(parameters)
         self._cotangents = list(cotangents)
 
-    def run_reference(self, after_forward: Callable[[], None] = lambda: None) -> Reference:
+    def run_reference(
+        self, before_forward: Callable[[], None] = lambda: None, after_forward: Callable[[], None] = lambda: None
+    ) -> Reference:
         """Runs the call natively where it will be recorded: the warm-up, and the reference of the certification.
 
         Args:
+            before_forward: Called when the region's own code is about to run.
             after_forward: Called between forward and backward.
 
         Raises:
@@ -257,8 +260,10 @@ class Recorder:
         def run() -> Reference:
             leaves = self._call.leaves()
             marker = _sequence_number()
-            result = take_apart(self._call(leaves), leaves, self._call.name)
+            before_forward()
+            made = self._call(leaves)
             after_forward()
+            result = take_apart(made, leaves, self._call.name)
             several = self._check_graph(result, leaves, marker)
             outputs = [clone_exactly(output) for output in result.outputs]
             gradients, input_gradients = self._differentiate(result, leaves)
