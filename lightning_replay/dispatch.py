@@ -123,6 +123,7 @@ class Region:
         outside: Parameters that were seen in use outside of the region.
         strikes: Recordings retired before they had paid.
         part: It is a part of a region that was refused.
+        instance_forward: The `forward` on the instance when the region was made, in front of the one of its class.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Region:
     outside: set[int] = field(default_factory=set)
     strikes: int = 0
     part: bool = False
+    instance_forward: Any = None
 
     def engaged(self) -> list[Engaged]:
         """Returns all recordings in use."""

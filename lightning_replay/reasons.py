@@ -223,6 +223,11 @@ class Reason(Enum):
         "There was not enough device memory for a recording.",
         "Lower max_recordings or the batch size.",
     )
+    REPLAY_FAILED = (
+        "replay_failed",
+        "A replay raised an error; the call was run natively instead, and the recording dropped.",
+        "Read the error in the message; report it if it looks like ours.",
+    )
     MISMATCH = (
         "mismatch",
         "A trial replay of a real batch differed from the native result.",

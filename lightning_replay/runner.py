@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -156,6 +157,7 @@ class Runner:
         self._certify = certify
         self._on_finding = on_finding
         self.regions: list[Region] = []
+        self._root: Module | None = None
         self._in_backward = False
         self._counts = True
         self._samples: list[Sample] = []
@@ -189,6 +191,7 @@ class Runner:
             root: The module tree in which calls are watched, the root itself included.
             step: The step.
         """
+        self._root = root
         self._begin_step(counts=True)
         wrappers = {}
         for path, module in _uncompiled_modules(root):
@@ -216,8 +219,22 @@ class Runner:
             step: The step.
             counts: Whether its calls count towards new recordings.
         """
+        if (finding := self._find_replaced_region()) is not None:
+            assert self._root is not None
+            self.invalidate(finding)
+            for forgotten in (self.regions, self._split, self._to_split):
+                forgotten.clear()
+            self._on_finding(finding)
+            return self.discover(self._root, step)
         self._begin_step(counts)
-        wrappers = {region.module: self._wrapper(region) for region in self.regions if region not in self._split}
+        wrappers = {}
+        for region in self.regions:
+            forward = region.module.__dict__.get("forward")
+            if forward is not region.instance_forward:
+                actual = f"an instance attribute {forward!r}"
+                self._on_finding(Finding(Reason.REPLACED_FORWARD, region.name, "the forward as first seen", actual))
+            elif region not in self._split:
+                wrappers[region.module] = self._wrapper(region)
         while self._to_split:
             region = self._to_split.pop()
             if region.module in wrappers:
@@ -229,6 +246,15 @@ class Runner:
             self._on_finding(region.refusal)
         with interposed(wrappers):
             return step()
+
+    def _find_replaced_region(self) -> Finding | None:
+        """Finds a discovered region whose place in the tree another module has taken."""
+        if self._root is None:
+            return None
+        for region in self.regions:
+            if _module_at(self._root, region.name) is not region.module:
+                return Finding(Reason.MODULE_CHANGED, region.name, "the module first seen", "another one, or none")
+        return None
 
     def _parts(self, region: Region, taken: Container[Module]) -> dict[Module, Callable[..., Any]]:
         """Returns wrappers that make the outermost calls inside a refused region regions of their own."""
@@ -279,7 +305,7 @@ class Runner:
         if decision.finding is not None:
             self._on_finding(decision.finding)
         if decision.action is Action.REPLAY:
-            return self._replay(region, decision)
+            return self._replay(region, decision, args, kwargs)
         if decision.action is Action.NATIVE:
             return self._run_natively(region, args, kwargs)
         if decision.action is Action.AUDIT:
@@ -407,25 +433,39 @@ class Runner:
 
         return note
 
-    def _replay(self, region: Region, decision: Decision) -> Any:
-        """Replays a call: arguments in, launch, results out."""
+    def _replay(self, region: Region, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replays a call: arguments in, launch, results out. A replay that raises has done nothing: native then."""
         assert decision.slot is not None and decision.arguments is not None
         engaged = decision.slot.engaged[decision.key]
         recording = engaged.recording
         tensors = decision.arguments.tensors
+        random_before = self._backend.random_state() if recording.draws else None
+        try:
+            if any(recording.differentiable):
+                pending = PendingCall(self, region, engaged, random_before, _hooked(engaged))
+                trainable = [t for t in tensors if t.requires_grad]
+                outputs = ReplayFunction.apply(pending, tensors, self._anchor, *trainable, *pending.hooked)
+                decision.slot.waiting = weakref.ref(pending)
+            else:
+                outputs = recording.forward(tensors)
+        except Exception as error:  # whatever the driver reports
+            if random_before is not None:
+                self._backend.set_random_state(random_before)
+            self._step[Action.REPLAY] -= 1
+            self._step[Action.NATIVE] += 1
+            self._drop_failed(region, error)
+            return self._run_natively(region, args, kwargs)
         engaged.stats.replays += 1
         engaged.last_used = self._dispatcher.step
-        if any(recording.differentiable):
-            random_before = self._backend.random_state() if recording.draws else None
-            pending = PendingCall(self, region, engaged, random_before, _hooked(engaged))
-            decision.slot.waiting = weakref.ref(pending)
-            trainable = [t for t in tensors if t.requires_grad]
-            outputs = ReplayFunction.apply(pending, tensors, self._anchor, *trainable, *pending.hooked)
-        else:
-            outputs = recording.forward(tensors)
         kinds = {"output": outputs, "input": tensors}
         given = (kinds[kind][position] for kind, position in recording.result.slots)
         return tree.rebuild(recording.result.structure, given)
+
+    def _drop_failed(self, region: Region, error: Exception) -> None:
+        """Drops the recordings of a region after a replay that raised."""
+        finding = Finding(Reason.REPLAY_FAILED, region.name, "a replay", f"{type(error).__name__}: {error}")
+        region.retire(finding)
+        self._on_finding(finding)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -507,13 +547,21 @@ class Runner:
         pending.done = True
         engaged = pending.engaged
         recording = engaged.recording
-        if recording.matches(cotangents):
-            recording.backward(cotangents)
+        failed = None
+        if matches := recording.matches(cotangents):
+            try:
+                recording.backward(cotangents)
+            except Exception as error:  # whatever the driver reports
+                failed = error
+        if matches and failed is None:
             pending.gradients = recording.gradients
             inputs = [None if g is None else clone_exactly(g) for g in recording.input_gradients]
         else:
             pending.recomputed = True
             pending.gradients, inputs = self._recompute(pending, cotangents)
+        if failed is not None:
+            self._drop_failed(pending.region, failed)
+        elif not matches:
             engaged.mismatches += 1
             finding = Finding(Reason.COTANGENTS, name, "gradients for the same results", "another set or layout")
             self._on_finding(finding)
@@ -567,9 +615,13 @@ class Runner:
             pending = arrived[0]
             publication = pending.engaged.publication
             if pending.gradients is pending.engaged.recording.gradients and publication.is_possible():
-                publication.publish()
-                self.published += 1
-                return
+                try:
+                    publication.publish()
+                except Exception as error:  # whatever the driver reports
+                    self._drop_failed(pending.region, error)
+                else:
+                    self.published += 1
+                    return
         contributions: dict[Parameter, list[Tensor]] = {}
         several: dict[Parameter, Region] = {}
         owners = {}
@@ -772,11 +824,25 @@ class Runner:
 
 
 def _make_region(name: str, module: Module) -> Region:
-    region = Region(name, module, module.forward)
-    if "forward" in module.__dict__ and type(module).__name__ != "OptimizedModule":
-        actual = f"an instance attribute {module.__dict__['forward']!r}"
+    """Makes a region. The forward of its class is looked up at each call, as Python does."""
+    given = module.__dict__.get("forward")
+    region = Region(name, module, given or partial(_run_own_forward, module), instance_forward=given)
+    if given is not None and type(module).__name__ != "OptimizedModule":
+        actual = f"an instance attribute {given!r}"
         region.refusal = Finding(Reason.REPLACED_FORWARD, name, "the forward of its class", actual)
     return region
+
+
+def _run_own_forward(module: Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _module_at(root: Module, name: str) -> Module | None:
+    """Returns the module at a dotted path, or None."""
+    module: Module | None = root
+    for part in () if name == "self" else name.split("."):
+        module = None if module is None else module._modules.get(part)
+    return module
 
 
 def _hooked(engaged: Engaged) -> list[Parameter]:

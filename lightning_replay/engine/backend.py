@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 class Graph(Protocol):
-    """A recorded sequence of launches with frozen addresses and frozen Python."""
+    """A recorded sequence of launches with frozen addresses and frozen Python.
+
+    A replay that raises has launched nothing, or has put everything that it wrote outside of its pool back.
+    """
 
     def replay(self) -> None:
         """Launches the sequence again on the current stream."""

@@ -9,6 +9,11 @@ from typing import Any
 from torch.nn import Module
 
 
+def is_interposed(forward: Any) -> bool:
+    """Tells whether an instance attribute `forward` was put there by `interposed`."""
+    return getattr(forward, "_interposed", False) is True
+
+
 @contextlib.contextmanager
 def interposed(wrappers: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
     """Puts an instance attribute `forward` on each module and takes it away again.
@@ -20,6 +25,7 @@ def interposed(wrappers: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
     """
     before = [(module.__dict__, module.__dict__.get("forward")) for module in wrappers]
     for module, wrapper in wrappers.items():
+        wrapper.__dict__["_interposed"] = True
         module.__dict__["forward"] = wrapper
     try:
         yield

@@ -20,6 +20,7 @@ class Modes(NamedTuple):
     foreign_modes: int
     anomaly: bool
     switches: tuple[Any, ...]
+    saved_tensor_hooks: bool = False
 
     @property
     def autocast_caches_weights(self) -> bool:
@@ -70,7 +71,14 @@ def current_modes(device_type: str) -> Modes:
         foreign_modes=torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack(),
         anomaly=torch.is_anomaly_enabled(),
         switches=_switches(device_type),
+        saved_tensor_hooks=_saved_tensor_hooks(),
     )
+
+
+def _saved_tensor_hooks() -> bool:
+    """Tells whether something packs and unpacks what autograd saves: activation checkpointing, offloading to the CPU."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in every torch of the range
+    return top is not None and top(True) is not None
 
 
 def _switches(device_type: str) -> tuple[Any, ...]:

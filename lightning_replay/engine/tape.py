@@ -109,6 +109,8 @@ class Tape:
         self._pool = pool
         self._overwrites_pool = overwrites_pool
         self._entries: list[tuple[Any, Any, Any, list[Tensor | None], bool]] = []
+        self._own: set[int] = set()
+        self._outside: list[Tensor] = []
 
     def append(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor | None]) -> None:
         """Adds an operation. A target is a result in memory of its own, None one that lies in an argument's.
@@ -119,14 +121,25 @@ class Tape:
         for target in targets:
             if target is not None:
                 self._pool.own(target)
+                self._own.add(target.untyped_storage().data_ptr())
+        if func._schema.is_mutable:
+            for tensor in written_tensors(func, args, kwargs):
+                if tensor.untyped_storage().data_ptr() not in self._own:
+                    self._outside.append(tensor)
 
     @torch.no_grad()
     def replay(self) -> None:
         """Runs the operations again."""
         if self._overwrites_pool:
             self._pool.disturb()
-        with without_autocast():  # the operations were recorded below it and are cast already
-            self._run()
+        before = [(tensor, tensor.clone()) for tensor in self._outside]
+        try:
+            with without_autocast():  # the operations were recorded below it and are cast already
+                self._run()
+        except BaseException:
+            for tensor, values in before:
+                tensor.copy_(values)
+            raise
 
     def _run(self) -> None:
         for func, args, kwargs, targets, grad in self._entries:

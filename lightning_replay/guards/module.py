@@ -3,6 +3,7 @@
 """Everything in a module tree that a recording depends on: taken once, compared before each replay."""
 
 import copy
+import enum
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -14,16 +15,18 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules import module as torch_module
 
+from lightning_replay.engine.interposition import is_interposed
 from lightning_replay.guards.reads import names_read
 from lightning_replay.reasons import Finding, Reason
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TORCH_OWN = frozenset(
-    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
+    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
     | {name for name in torch.nn.Module().__dict__ if name.endswith("_hooks") or "_hooks_" in name}
 )
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque)
+_PLAIN = (*_SCALARS, *_CONTAINERS, tuple, frozenset, torch.dtype, torch.device, torch.Size, enum.Enum)
 
 
 def join(prefix: str, name: str) -> str:
@@ -96,7 +99,12 @@ class ModuleState:
     def _read_attributes(self, module: Module) -> dict[str, Any]:
         """Returns the attributes of a module that the comparison is about."""
         reads = self._reads
-        return {k: v for k, v in module.__dict__.items() if k not in _TORCH_OWN and (reads is None or k in reads)}
+        return {
+            k: v
+            for k, v in module.__dict__.items()
+            if k not in _TORCH_OWN
+            and (not is_interposed(v) if k == "forward" else reads is None or k in reads)
+        }
 
     def named(self) -> list[tuple[str, Module]]:
         """Returns the modules with their dotted paths."""
@@ -204,12 +212,35 @@ _MISSING = _Missing()
 
 
 def _contents(attributes: dict[str, Any]) -> list[tuple[str, Any, list[Any]]]:
-    """Returns name, container and items of each container among the attributes."""
-    return [(k, v, _items(v)) for k, v in attributes.items() if isinstance(v, _CONTAINERS)]
+    """Returns name, container and items of each container among the attributes, and of the containers in them."""
+    found: list[tuple[str, Any, list[Any]]] = []
+    seen: set[int] = set()
+    pending = list(attributes.items())
+    while pending:
+        name, value = pending.pop()
+        if id(value) in seen or not (isinstance(value, (*_CONTAINERS, tuple)) or _is_record(value)):
+            continue
+        seen.add(id(value))
+        items = _items(value)
+        if not isinstance(value, tuple):
+            found.append((name, value, items))
+        pending.extend((name, item) for item in items)
+    return found
+
+
+def _is_record(value: Any) -> bool:
+    """Tells whether an object is a plain bundle of values, such as a configuration."""
+    fields = getattr(value, "__dict__", None)
+    if type(fields) is not dict or isinstance(value, (Module, Tensor, type)) or callable(value):
+        return False
+    return all(isinstance(field, _PLAIN) for field in fields.values())
 
 
 def _items(container: Any) -> list[Any]:
-    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+    if isinstance(container, (tuple, *_CONTAINERS)) and not isinstance(container, dict):
+        return list(container)
+    mapping = container if isinstance(container, dict) else vars(container)
+    return [*mapping.keys(), *mapping.values()]
 
 
 def _same_items(pair: tuple[Any, list[Any]]) -> bool:

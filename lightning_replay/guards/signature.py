@@ -76,6 +76,9 @@ def check_modes(name: str, modes: Modes) -> Finding | None:
         return Finding(Reason.UNRECORDED_MODE, name, "gradients enabled", "no_grad or inference mode")
     if modes.anomaly:
         return Finding(Reason.DETECT_ANOMALY, name, "no anomaly detection", "detect_anomaly is on")
+    if modes.saved_tensor_hooks:
+        actual = "the call is wrapped in activation checkpointing or another context of saved-tensor hooks"
+        return Finding(Reason.UNRECORDED_MODE, name, "no hooks on what autograd saves", actual)
     if modes.foreign_modes:
         actual = f"{modes.foreign_modes} torch function or dispatch modes are active"
         return Finding(Reason.UNRECORDED_MODE, name, "no mode that intercepts operations", actual)
