@@ -64,11 +64,13 @@ class GradientBuffers:
         return next(zip(*self._references([self.buffers[position]], [position]), strict=True))
 
     @contextlib.contextmanager
-    def expecting_references(self, owner: object, positions: Sequence[int]) -> Iterator[None]:
+    def expecting_references(self, owner: object, positions: Sequence[int] | None = None) -> Iterator[None]:
         """Counts references to buffers that a block adds as nobody's, for as long as their owner lives.
 
         A tape refers to what it writes; a CUDA graph knows addresses only.
         """
+        if positions is None:
+            positions = list(self._alone)
         before = [self._count(i) for i in positions]
         yield
         added = [tuple(map(sub, self._count(i), count)) for i, count in zip(positions, before, strict=True)]

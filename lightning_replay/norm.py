@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -57,6 +58,7 @@ class NormRecording:
     """A recorded norm, with or without the clipping.
 
     Attributes:
+        owner: Lives as long as what the graph refers to.
         norm: The total norm; each replay writes it.
         limit: The static limit, in double precision.
         inputs: The private inputs, or None for a recording in place.
@@ -68,6 +70,7 @@ class NormRecording:
     """
 
     graph: Graph
+    owner: object
     norm: Tensor
     limit: Tensor
     inputs: list[Tensor] | None
@@ -100,6 +103,10 @@ class NormRecording:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, self.norm)
 
 
+class _Owner:
+    """Something to hang a lifetime on."""
+
+
 @dataclass(slots=True)
 class _Sightings:
     """What the last calls without a recording in place saw, and for how many calls it has been the same."""
@@ -127,6 +134,7 @@ class NormClipper:
         backend: "auto" records CUDA graphs on a CUDA device and nothing elsewhere.
         patience: Native calls that see the same layouts before a recording on copies is made.
         on_finding: Called with the finding for which clipping stays native; None warns.
+        expecting: Surrounds a capture whose graph may refer to the gradients for as long as the given object lives.
 
     Attributes:
         replays: Calls that were replayed.
@@ -142,10 +150,12 @@ class NormClipper:
         backend: BackendName = "auto",
         patience: int = STABLE_CALLS,
         on_finding: Callable[[Finding], None] | None = None,
+        expecting: Callable[[object], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.backend = backend
         self.patience = patience
         self.on_finding = on_finding
+        self.expecting = expecting
         self.replays = 0
         self.copied = 0
         self.native: Counter[Reason] = Counter()
@@ -358,9 +368,12 @@ class NormClipper:
 
         recorded = gradients if in_place else saved
         engine.warm_up(lambda: run([clone_exactly(tensor) for tensor in saved] if in_place else saved))
-        graph, norm = engine.capture(engine.new_pool(), lambda: run(recorded), overwrites_pool=True)
+        owner = _Owner()
+        with self.expecting(owner) if self.expecting is not None else nullcontext():
+            graph, norm = engine.capture(engine.new_pool(), lambda: run(recorded), overwrites_pool=True)
         return NormRecording(
             graph=graph,
+            owner=owner,
             norm=norm,
             limit=static_limit,
             inputs=None if in_place else saved,

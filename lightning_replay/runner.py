@@ -807,6 +807,15 @@ class Runner:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def expecting_references(self, owner: object) -> Iterator[None]:
+        """Counts references that a block adds to gradient buffers as nobody's, for as long as their owner lives."""
+        with contextlib.ExitStack() as stack:
+            for region in self.regions:
+                if region.buffers is not None:
+                    stack.enter_context(region.buffers.expecting_references(owner))
+            yield
+
     def invalidate(self, finding: Finding) -> None:
         """Drops all recordings; they are made again when their signatures have been seen often enough."""
         for region in self.regions:

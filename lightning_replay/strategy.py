@@ -5,6 +5,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -114,7 +115,9 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._backend = backend
         # Without replayed steps gradients never lie still, and are worth a recording on copies only then.
         patience = warmup_steps + 5
-        self._clipper = NormClipper(backend, patience, self._meet_norm) if capture_gradient_norm else None
+        self._clipper: NormClipper | None = None
+        if capture_gradient_norm:
+            self._clipper = NormClipper(backend, patience, self._meet_norm, self._expecting_references)
         self._norm_finding: Finding | None = None
         self._runner: Runner | None = None
         self._fit_finding: Finding | None = None
@@ -362,6 +365,10 @@ class ReplayStrategy(SingleDeviceStrategy):
         if (finding.reason, finding.where) not in self._warned:
             self._warned.add((finding.reason, finding.where))
             warnings.warn(str(finding), ReplayWarning, stacklevel=2)
+
+    def _expecting_references(self, owner: object) -> AbstractContextManager[None]:
+        """Lets a recording of the gradient norm refer to gradient buffers."""
+        return nullcontext() if self._runner is None else self._runner.expecting_references(owner)
 
     def _meet_norm(self, finding: Finding) -> None:
         """Acts on a finding for which clipping stays native: no step is native for it, so it is no error."""
