@@ -25,7 +25,8 @@ recorded module that ran natively, and one more where a recording was tried and 
 A native step trains exactly as it would without this package. With `ReplayStrategy(on_native="error")` the first step
 that is native for a reason outside of the normal life of a recording raises `NotReplayedError` with the same message.
 
-The reasons that begin with `norm` concern clipping by the gradient norm alone; `strategy.report().norm_native` counts them.
+The reasons that begin with `norm` concern clipping by the gradient norm alone, and are counted in
+`strategy.report().norm_native`.
 """
 
 

@@ -128,9 +128,8 @@ def test_the_objects_of_a_step_are_all_named():
 
 
 # Documented places to import from. Everything else of Lightning belongs behind a seam.
-PUBLIC = re.compile(
-    r"lightning(\.(pytorch|fabric)(\.(accelerators|callbacks|plugins|strategies|loggers|profilers)(\..*)?)?)?"
-)
+ROOMS = r"accelerators|callbacks|loggers|plugins|profilers|strategies|trainer\.states"
+PUBLIC = re.compile(rf"lightning(\.(pytorch|fabric)(\.({ROOMS})(\..*)?)?)?")
 
 
 def reaches(tree):
