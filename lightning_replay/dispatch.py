@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """Decide what happens to a call of a region. Deciding knows no device; doing is the runner's part."""
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ REMEMBERED_SIGNATURES = 256
 
 PAYBACK_REPLAYS = 20
 """Replays after which a recording counts as worth its making; retiring it earlier is a strike."""
+
+UNSETTLED_CHANGES = 5
+"""Changes before anything was recorded that count as one strike."""
 
 MAX_STRIKES = 3
 """Strikes after which a region stays native: it changes faster than recordings pay."""
@@ -136,7 +140,7 @@ class Region:
     calls: int = 0
     most_calls: int = 0
     outside: set[int] = field(default_factory=set)
-    strikes: int = 0
+    strikes: float = 0
     part: bool = False
     instance_forward: Any = None
 
@@ -147,8 +151,8 @@ class Region:
     def retire(self, finding: Finding) -> list[Engaged]:
         """Drops all recordings. Too many early retirements refuse the region for good."""
         dropped = self.engaged()
-        if dropped and max(engaged.stats.replays for engaged in dropped) < PAYBACK_REPLAYS:
-            self.strikes += 1
+        if max((engaged.stats.replays for engaged in dropped), default=0) < PAYBACK_REPLAYS:
+            self.strikes += 1 if dropped else 1 / UNSETTLED_CHANGES
         if self.strikes >= MAX_STRIKES:
             self.refusal = finding
         for slot in self.slots:
@@ -165,7 +169,6 @@ class Decision:
 
     action: Action
     finding: Finding | None = None
-    retired: bool = False
     slot: Slot | None = None
     key: Hashable = None
     arguments: Arguments | None = None
@@ -210,19 +213,19 @@ class Dispatcher:
         if not region.module.training:
             return Decision(Action.NATIVE, Finding(Reason.UNRECORDED_MODE, region.name, "train()", "eval()"))
         slot = self._slot(region)
-        retired = False
-        if region.state is not None and (finding := region.state.difference()) is not None:
-            if finding.reason is Reason.HOOKS:
-                return Decision(Action.NATIVE, finding)
-            region.retire(finding)
-            retired = True
-        if region.state is None:
-            if (finding := self._take_state(region)) is not None:
-                return Decision(Action.NATIVE, finding, retired)
+        changed = None
+        if region.state is not None and (changed := region.state.difference()) is not None:
+            if changed.reason is Reason.HOOKS:
+                return Decision(Action.NATIVE, changed)
+            region.retire(changed)
+            if region.refusal is not None:
+                return Decision(Action.NATIVE, changed)
+        if region.state is None and (finding := self._take_state(region)) is not None:
+            return Decision(Action.NATIVE, finding)
         assert region.state is not None
         arguments = read_arguments(region.name, args, kwargs, self._device)
         if isinstance(arguments, Finding):
-            return Decision(Action.NATIVE, arguments, retired)
+            return Decision(Action.NATIVE, arguments)
         key = (arguments.key, modes, region.state.flags())
         if slot.is_pending():
             finding = Finding(Reason.PENDING, region.name, "no earlier call without backward", "one is waiting")
@@ -232,12 +235,13 @@ class Dispatcher:
                 region in self.audit_requested or engaged.stats.replays >= engaged.next_audit
             ):
                 finding = Finding(Reason.AUDIT, region.name, "the recorded operations", "being compared")
-                return Decision(Action.AUDIT, finding, False, slot, key, arguments, modes)
-            return Decision(Action.REPLAY, None, False, slot, key, arguments, modes)
+                return Decision(Action.AUDIT, finding, slot, key, arguments, modes)
+            return Decision(Action.REPLAY, None, slot, key, arguments, modes)
         parameters = {id(parameter): name for name, parameter in region.state.parameters.items()}
         if (finding := check_input_aliases(region.name, arguments, parameters)) is not None:
             return Decision(Action.NATIVE, finding)
-        return self._unrecorded(region, slot, key, arguments, modes, counts)
+        decision = self._unrecorded(region, slot, key, arguments, modes, counts)
+        return decision if changed is None else dataclasses.replace(decision, finding=changed)
 
     def _unrecorded(
         self, region: Region, slot: Slot, key: Hashable, arguments: Arguments, modes: Modes, counts: bool
@@ -249,15 +253,15 @@ class Dispatcher:
         where = (slot, key, arguments, modes)
         if not counts:
             finding = found(Reason.LAST_BATCH, "a recorded shape", str(arguments))
-            return Decision(Action.NATIVE, finding, False, *where)
+            return Decision(Action.NATIVE, finding, *where)
         if len(region.engaged()) >= self._max_recordings and not self._make_room(region):
             finding = found(Reason.BUDGET, f"at most {self._max_recordings} signatures", str(arguments))
-            return Decision(Action.NATIVE, finding, False, *where)
+            return Decision(Action.NATIVE, finding, *where)
         seen = slot.sight(key)
         if seen < self._warmup_steps:
             finding = found(Reason.WARM_UP, f"{self._warmup_steps} native steps", f"step {seen + 1} with {arguments}")
-            return Decision(Action.OBSERVE, finding, False, *where, trace=seen == self._warmup_steps - 1)
-        return Decision(Action.RECORD, found(Reason.RECORDING, "a recording", str(arguments)), False, *where)
+            return Decision(Action.OBSERVE, finding, *where, trace=seen == self._warmup_steps - 1)
+        return Decision(Action.RECORD, found(Reason.RECORDING, "a recording", str(arguments)), *where)
 
     def _make_room(self, region: Region) -> bool:
         """Drops the least recently used recording of a region if it has been idle for long.

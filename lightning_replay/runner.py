@@ -354,7 +354,8 @@ class Runner:
     def _observe(self, region: Region, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call natively and watches what it does; keeps it as a sample if it is to be recorded."""
         assert decision.arguments is not None and decision.modes is not None and decision.slot is not None
-        assert region.state is not None
+        state = region.state  # a refusal in the middle of the call drops the region's
+        assert state is not None
         tensors = decision.arguments.tensors
         recording = decision.action is Action.RECORD
         call = Call(
@@ -368,13 +369,13 @@ class Runner:
         )
         watch = AttributeWatch(region.name, region.module)
         versions = [t._version for t in tensors]
-        before = Snapshot(self._backend, region.state.buffers if recording else {})
+        before = Snapshot(self._backend, state.buffers if recording else {})
         traced = decision.trace and not _is_compiled(region.module)
         with Tracer(region.name) if traced else contextlib.nullcontext() as tracer:
             result = self._run_natively(region, args, kwargs)
         if tracer is not None:
             decision.slot.traces[decision.key] = tracer.trace
-        after = Snapshot(self._backend, region.state.buffers if recording else {})
+        after = Snapshot(self._backend, state.buffers if recording else {})
         finding = watch.difference() or region.refusal
         if (drawn := after.host_random.moved_since(before.host_random)) is not None:
             finding = Finding(Reason.HOST_RANDOM, region.name, f"random numbers drawn on {self._backend.device}", drawn)
@@ -382,7 +383,7 @@ class Runner:
             if tensor._version != version:
                 finding = Finding(Reason.INPUT_WRITTEN, path, "arguments that are only read", "written in place")
         others = {path: t for path, t in zip(call.paths, tensors, strict=True)}
-        others |= region.state.parameters | region.state.buffers
+        others |= state.parameters | state.buffers
         try:
             parts = take_apart(result, tensors, region.name)
             finding = finding or check_outputs(parts, others, self._backend.device)

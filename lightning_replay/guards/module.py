@@ -3,11 +3,12 @@
 """Everything in a module tree that a recording depends on: taken once, compared before each replay."""
 
 import copy
-import enum
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as torch_module
 
 from lightning_replay.engine.interposition import is_interposed
-from lightning_replay.guards.reads import names_read
+from lightning_replay.guards.reads import find_reads
 from lightning_replay.reasons import Finding, Reason
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -25,8 +26,13 @@ _TORCH_OWN = frozenset(
     | {name for name in torch.nn.Module().__dict__ if name.endswith("_hooks") or "_hooks_" in name}
 )
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, dict, set, deque)
-_PLAIN = (*_SCALARS, *_CONTAINERS, tuple, frozenset, torch.dtype, torch.device, torch.Size, enum.Enum)
+_MUTABLE = (list, dict, set, deque)
+_CONTAINERS = (tuple, *_MUTABLE)
+_NO_CONTAINERS = (Module, Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+_LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "numpy", "builtins", "weakref", "typing", "logging"})
+
+MAX_DEPTH = 4
+"""How deep containers inside containers are looked into."""
 
 
 def join(prefix: str, name: str) -> str:
@@ -76,7 +82,9 @@ class ModuleState:
         self._members = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
         self._member_names = [tuple(d) for d in self._members]
         self._member_values = list(chain.from_iterable(d.values() for d in self._members))
-        self._reads = None if every_attribute else names_read(set(self._classes))
+        reads = find_reads(set(self._classes))
+        self._reads = None if every_attribute else reads.names
+        self._variables = reads.variables
         self._dicts = [module.__dict__ for module in self._modules]
         self._attributes = [self._read_attributes(module) for module in self._modules]
         self._prepare_attributes()
@@ -102,8 +110,7 @@ class ModuleState:
         return {
             k: v
             for k, v in module.__dict__.items()
-            if k not in _TORCH_OWN
-            and (not is_interposed(v) if k == "forward" else reads is None or k in reads)
+            if k not in _TORCH_OWN and (not is_interposed(v) if k == "forward" else reads is None or k in reads)
         }
 
     def named(self) -> list[tuple[str, Module]]:
@@ -165,24 +172,42 @@ class ModuleState:
         return self._finding(self.name, "the memory that was recorded", "new memory")
 
     def _prepare_attributes(self) -> None:
-        """Prepares the comparison of attributes: one flat list of what is compared, and the containers among it."""
+        """Prepares the comparison of attributes and variables: one flat list, and the containers among it."""
         chosen = [(d, tuple(a)) for d, a in zip(self._dicts, self._attributes, strict=True) if a]
         self._readers = [(itemgetter(*names) if len(names) > 1 else _only(names[0]), d) for d, names in chosen]
         self._flat = [value for attributes in self._attributes for value in attributes.values()]
-        self._contents = [_contents(attributes) for attributes in self._attributes]
-        self._containers = [(c, items) for contents in self._contents for _, c, items in contents]
+        self._outer = [getter() for _, getter in self._variables]
         self._sizes = list(map(len, self._dicts))
+        self._containers: list[tuple[str, Any, list[Any]]] = []
+        seen: set[int] = set()
+        for (path, _), attributes in zip(self._named, self._attributes, strict=True):
+            for key, value in attributes.items():
+                self._add_containers(join(path, key), value, seen, 0)
+        for (name, _), value in zip(self._variables, self._outer, strict=True):
+            self._add_containers(name, value, seen, 0)
+
+    def _add_containers(self, path: str, value: Any, seen: set[int], depth: int) -> None:
+        """Adds a container and those inside it, each object once."""
+        if depth > MAX_DEPTH or id(value) in seen or not _is_container(value):
+            return
+        seen.add(id(value))
+        items = _items(value, self._reads)
+        self._containers.append((path, value, items))
+        for item in items:
+            self._add_containers(path, item, seen, depth + 1)
 
     def _attribute_difference(self) -> Finding | None:
         try:
             live = list(chain.from_iterable([read(attributes) for read, attributes in self._readers]))
         except KeyError:
             live = []
+        outer = [getter() for _, getter in self._variables]
         if (
             len(live) == len(self._flat)
             and all(map(is_, live, self._flat))
+            and all(map(is_, outer, self._outer))
             and list(map(len, self._dicts)) == self._sizes
-            and all(map(_same_items, self._containers))
+            and all([_same_items(value, items, self._reads) for _, value, items in self._containers])
         ):
             return None
         for index, module in enumerate(self._modules):
@@ -191,10 +216,13 @@ class ModuleState:
                 if not (key in stored and key in now and _same_value(stored[key], now[key])):
                     where = join(self._named[index][0], key)
                     return self._finding(where, _show(stored.get(key, _MISSING)), _show(now.get(key, _MISSING)))
-            for key, container, items in self._contents[index]:
-                if not _same_items((container, items)):
-                    return self._finding(join(self._named[index][0], key), "the contents as recorded", "other contents")
             self._attributes[index] = now
+        for (name, _), earlier, value in zip(self._variables, self._outer, outer, strict=True):
+            if not _same_value(earlier, value):
+                return self._finding(name, _show(earlier), _show(value))
+        for path, container, items in self._containers:
+            if not _same_items(container, items, self._reads):
+                return self._finding(path, "the contents as recorded", "other contents")
         self._prepare_attributes()  # equal values in new objects, or an attribute that nothing reads
         return None
 
@@ -211,41 +239,26 @@ class _Missing:
 _MISSING = _Missing()
 
 
-def _contents(attributes: dict[str, Any]) -> list[tuple[str, Any, list[Any]]]:
-    """Returns name, container and items of each container among the attributes, and of the containers in them."""
-    found: list[tuple[str, Any, list[Any]]] = []
-    seen: set[int] = set()
-    pending = list(attributes.items())
-    while pending:
-        name, value = pending.pop()
-        if id(value) in seen or not (isinstance(value, (*_CONTAINERS, tuple)) or _is_record(value)):
-            continue
-        seen.add(id(value))
-        items = _items(value)
-        if not isinstance(value, tuple):
-            found.append((name, value, items))
-        pending.extend((name, item) for item in items)
-    return found
-
-
-def _is_record(value: Any) -> bool:
-    """Tells whether an object is a plain bundle of values, such as a configuration."""
-    fields = getattr(value, "__dict__", None)
-    if type(fields) is not dict or isinstance(value, (Module, Tensor, type)) or callable(value):
+def _is_container(value: Any) -> bool:
+    """Tells whether a value holds others that matter: a builtin container, or an instance of a user's own class."""
+    if isinstance(value, _CONTAINERS):
+        return True
+    if isinstance(value, _NO_CONTAINERS) or not hasattr(value, "__dict__"):
         return False
-    return all(isinstance(field, _PLAIN) for field in fields.values())
+    return type(value).__module__.split(".")[0] not in _LIBRARIES
 
 
-def _items(container: Any) -> list[Any]:
-    if isinstance(container, (tuple, *_CONTAINERS)) and not isinstance(container, dict):
+def _items(container: Any, names: frozenset[str] | None) -> list[Any]:
+    """Returns what a container holds; of an object the attributes with these names."""
+    if isinstance(container, dict):
+        return [*container.keys(), *container.values()]
+    if isinstance(container, _CONTAINERS):
         return list(container)
-    mapping = container if isinstance(container, dict) else vars(container)
-    return [*mapping.keys(), *mapping.values()]
+    return [item for k, v in vars(container).items() if names is None or k in names for item in (k, v)]
 
 
-def _same_items(pair: tuple[Any, list[Any]]) -> bool:
-    container, items = pair
-    live = _items(container)
+def _same_items(container: Any, items: list[Any], names: frozenset[str] | None) -> bool:
+    live = _items(container, names)
     return len(live) == len(items) and (all(map(is_, live, items)) or all(map(_same_value, live, items)))
 
 
@@ -288,7 +301,7 @@ class AttributeWatch:
             (value, copy.copy(value))
             for _, attributes in self._saved
             for value in attributes.values()
-            if isinstance(value, _CONTAINERS)
+            if isinstance(value, _MUTABLE)
         ]
 
     def difference(self) -> Finding | None:

@@ -1,79 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Which attribute names a forward pass may read, from its code: a change of any other attribute cannot matter to it."""
+"""What a forward pass may read, found in its code: attribute names, globals and closure variables.
+
+A change of an attribute whose name appears nowhere cannot matter to it. A global or closure variable that does appear is
+watched like an attribute.
+"""
 
 import functools
-from collections.abc import Iterable
-from types import CodeType, FunctionType, MethodType
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch.nn import Module
 
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "eval", "exec", "hasattr", "attrgetter", "__getattribute__"})
+_LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "numpy", "math", "builtins"})
 
 
-def names_read(classes: Iterable[type]) -> frozenset[str] | None:
-    """Returns every attribute name that the forward passes of these module classes may read.
+@dataclass(frozen=True)
+class Reads:
+    """What code may read.
+
+    Attributes:
+        names: Attribute names; None if code looks attributes up dynamically and may read any.
+        variables: Name and getter of each global and closure variable.
+    """
+
+    names: frozenset[str] | None
+    variables: tuple[tuple[str, Callable[[], Any]], ...]
+
+
+def find_reads(classes: Iterable[type]) -> Reads:
+    """Returns what the forward passes of these module classes may read.
 
     Methods and properties reachable by name from a forward pass, and Python functions it refers to by a global name,
-    are followed. The answer is an upper bound: a name counts wherever it appears.
-
-    Returns:
-        The names, or None if the code looks attributes up dynamically and may read any.
+    are followed; the code of torch and Lightning is trusted to read nothing that changes. The names are an upper bound:
+    a name counts wherever it appears.
     """
-    names: set[str] = set()
+    names: set[str] | None = set()
+    variables: dict[Any, tuple[str, Callable[[], Any]]] = {}
     for cls in classes:
-        found = _names_of_class(cls)
-        if found is None:
-            return None
-        names |= found
-    return frozenset(names)
+        found = _reads_of_class(cls)
+        names = None if names is None or found.names is None else names | found.names
+        variables |= {name: (name, getter) for name, getter in found.variables}
+    return Reads(None if names is None else frozenset(names), tuple(variables.values()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_of_class(cls: type) -> frozenset[str] | None:
+def _reads_of_class(cls: type) -> Reads:
     names: set[str] = set()
-    pending: list[Any] = [_definitions(cls, "forward"), _definitions(cls, "__call__") if cls.__call__ is not Module.__call__ else []]
-    done: set[CodeType] = set()
+    dynamic = False
+    variables: dict[str, Callable[[], Any]] = {}
+    pending = _definitions(cls, "forward")
+    if cls.__call__ is not Module.__call__:
+        pending += _definitions(cls, "__call__")
+    done: set[FunctionType] = set()
     while pending:
         item = pending.pop()
-        if isinstance(item, list):
-            pending.extend(item)
-            continue
+        if isinstance(item, property):
+            pending.append(item.fget)
         function = _function(item)
-        if function is None:
-            if isinstance(item, property):
-                pending.append(item.fget)
+        if function is None or function in done:
             continue
-        if function.__module__ is not None and function.__module__.split(".")[0] == "torch" and not _is_method(cls, function):
-            continue  # functions of torch itself: attributes they read are tensors' and torch's
+        done.add(function)
+        library = (function.__module__ or "").split(".")[0] in _LIBRARIES
+        if library and not _is_method(cls, function):
+            continue
         for code in _codes(function.__code__):
-            if code in done:
-                continue
-            done.add(code)
-            if not _DYNAMIC.isdisjoint(code.co_names):
-                if function.__module__ is None or function.__module__.split(".")[0] != "torch":
-                    return None
+            dynamic |= not library and not _DYNAMIC.isdisjoint(code.co_names)
+            names.update(code.co_names)
             for name in code.co_names:
-                if name in names:
-                    continue
-                names.add(name)
-                pending.append(_definitions(cls, name))
+                pending += _definitions(cls, name)
                 if name in function.__globals__:
                     pending.append(function.__globals__[name])
-    return frozenset(names)
+            if not library:
+                variables.update(_variables(function, code))
+    return Reads(None if dynamic else frozenset(names), tuple(variables.items()))
+
+
+def _variables(function: FunctionType, code: CodeType) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields the global variables a code object names, those of modules and classes it names, and closure variables."""
+    where = function.__module__
+    for name in code.co_names:
+        if name not in function.__globals__:
+            continue
+        value = function.__globals__[name]
+        yield f"{where}.{name}", functools.partial(function.__globals__.get, name)
+        if isinstance(value, (ModuleType, type)) and value.__name__.split(".")[0] not in _LIBRARIES:
+            for inner in code.co_names:
+                if inner in vars(value):
+                    yield f"{where}.{name}.{inner}", functools.partial(getattr, value, inner, None)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield f"{function.__qualname__}.<{name}>", functools.partial(_contents, cell)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _definitions(cls: type, name: str) -> list[Any]:
     """Returns every definition of a name along the method resolution order: super() may reach any of them."""
-    return [base.__dict__[name] for base in cls.__mro__ if base is not Module and base is not object and name in base.__dict__]
+    bases = (base for base in cls.__mro__ if base is not Module and base is not object)
+    return [base.__dict__[name] for base in bases if name in base.__dict__]
 
 
 def _function(item: Any) -> FunctionType | None:
     for _ in range(8):
         if isinstance(item, FunctionType):
             return item
-        item = item.__func__ if isinstance(item, (staticmethod, classmethod, MethodType)) else getattr(item, "__wrapped__", None)
+        if isinstance(item, (staticmethod, classmethod, MethodType)):
+            item = item.__func__
+        else:
+            item = getattr(item, "__wrapped__", None)
         if item is None:
             return None
     return None
