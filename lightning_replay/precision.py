@@ -3,6 +3,7 @@
 """Precision plugins that clip the gradient norm from a recording."""
 
 import weakref
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -106,6 +107,7 @@ class ReplayClipMixin(_Base):
         if made_by is ReplayClipMixin:
             del state[_ATTRIBUTE]
             return _restore, (native, None), state
+        state[_ATTRIBUTE] = copy(self._replay_clipper)
         return _restore, (native, made_by), state
 
 
