@@ -394,7 +394,11 @@ def _scale(gradients: Sequence[Tensor], norm: Tensor, limit: Tensor) -> None:
     Python number in single precision.
     """
     wide = torch.float64 if norm.dtype is torch.float64 else torch.float32
-    coefficient = ((norm + 1e-6).reciprocal().to(wide) * limit.to(wide)).to(norm.dtype)
+    inverse = (norm + 1e-6).reciprocal()
+    if norm.device.type == "cpu":  # a CPU scalar is a Python number to the kernel: the same path, to the bits of a NaN
+        coefficient = (inverse.view(1) * limit.to(wide)).view(())
+    else:
+        coefficient = (inverse.to(wide) * limit.to(wide)).to(norm.dtype)
     clamped = torch.clamp(coefficient, max=1.0)
     groups: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
@@ -443,6 +447,7 @@ def find_unsupported(gradients: Sequence[Tensor]) -> Finding | None:
         return Finding(reason, f"gradient {position} of {len(gradients)}", expected, actual)
 
     storages = set()
+    offset = None
     for position, gradient in enumerate(gradients):
         if gradient.device != gradients[0].device:
             return found(Reason.NORM_DEVICES, position, f"{gradients[0].device}", f"{gradient.device}")
@@ -457,9 +462,11 @@ def find_unsupported(gradients: Sequence[Tensor]) -> Finding | None:
         if gradient.numel():
             storages.add(storage)
         if gradient.storage_offset() or gradient.data_ptr() % ALIGNMENT:
-            return found(Reason.NORM_LAYOUT, position, "the start of its memory", f"offset {gradient.storage_offset()}")
+            offset = position
         if not is_dense(gradient):
             return found(Reason.NORM_LAYOUT, position, "dense memory", f"{gradient.shape} with {gradient.stride()}")
+    if offset is not None:
+        return found(Reason.NORM_LAYOUT, offset, "the start of its memory", f"offset {gradients[offset].storage_offset()}")
     return None
 
 

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 LARGE = 200_003  # several chunks of torch's multi-tensor kernels, and not a multiple of a vector load
 STEPS = 20
-SYNCS = ("Synchronize", "cudaMemcpy", "aten::item", "aten::_local_scalar_dense", "aten::nonzero")
+WAITS = ("Synchronize", "cudaMemcpy")  # what .item() of a CUDA tensor ends in; Adam reads its step counts from the CPU
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "on_copies"])
@@ -190,7 +190,7 @@ def test_the_host_does_not_wait_between_backward_and_update(arm, precision):
     replays = plugin.norm_replays if plugin else replay.report.norm_replays
     assert replays >= STEPS - 6
     launches = [name for name in window.events if "GraphLaunch" in name]
-    waits = [name for name in window.events if any(part in name for part in SYNCS) and "Async" not in name]
+    waits = [name for name in window.events if any(part in name for part in WAITS) and "Async" not in name]
     assert len(launches) == 1, window.events
     assert not waits, waits
     assert window.norm.device.type == "cuda"

@@ -84,17 +84,19 @@ class Twins:
 
 
 def assert_same_quickly(native: Sequence[Tensor | None], replayed: Sequence[Tensor | None], what: str) -> None:
-    """Asserts equal bits, all tensors at once; names the first difference only if there is one."""
-    present = [(a, b) for a, b in zip(native, replayed, strict=True) if a is not None and b is not None]
-    kinds = {(tuple(a.shape), a.dtype) == (tuple(b.shape), b.dtype) for a, b in present}
-    if kinds <= {True} and sum(a is None and b is None for a, b in zip(native, replayed, strict=True)) + len(
-        present
-    ) == len(native):
-        left, right = ([bits(pair[side]).view(-1).view(torch.uint8) for pair in present] for side in (0, 1))
-        if torch.equal(torch.cat(left), torch.cat(right)):
-            return
+    """Asserts equal bits, all tensors at once; looks for the first difference only if there is one."""
+    if _bytes(native).equal(_bytes(replayed)) and _kinds(native) == _kinds(replayed):
+        return
     assert_same(list(native), list(replayed), what)
     raise AssertionError(f"{what} differ")
+
+
+def _bytes(tensors: Sequence[Tensor | None]) -> Tensor:
+    return torch.cat([bits(tensor).view(-1).view(torch.uint8) for tensor in tensors if tensor is not None])
+
+
+def _kinds(tensors: Sequence[Tensor | None]) -> list[tuple[torch.Size, torch.dtype] | None]:
+    return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def check_bits(

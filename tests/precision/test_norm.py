@@ -38,6 +38,11 @@ def engage(twins):
     assert twins.clipper.is_engaged
 
 
+def steps(twins, count=6, **options):
+    for _ in range(count):
+        twins.step(**options)
+
+
 # -- the same bits -------------------------------------------------------------------------------------------------
 
 
@@ -167,13 +172,16 @@ def test_another_stream_is_seen(monkeypatch):
     assert clipper.native[Reason.NORM_DRIFT] == 1
 
 
+def change_often(twins):
+    for missing in range(MAX_RERECORDS + 2):
+        steps(twins, 5, absent=frozenset({missing}))
+
+
 def test_changing_too_often_retires_once_with_one_message():
     clipper, twins = make(in_place=False)
     engage(twins)
     with pytest.warns(ReplayWarning, match="norm_retired") as caught:
-        for missing in range(MAX_RERECORDS + 2):
-            for _ in range(5):
-                twins.step(absent=frozenset({missing}))
+        change_often(twins)
     assert len(caught) == 1
     assert clipper.native[Reason.RECORDING] == 1 + MAX_RERECORDS
     assert clipper.native[Reason.NORM_RETIRED] > 1
@@ -210,8 +218,7 @@ def test_a_failed_recording_leaves_native_clipping(monkeypatch, method, error, r
 
     monkeypatch.setattr(TapeBackend, method, fail_late)
     with pytest.warns(ReplayWarning, match=reason.value) as caught:
-        for _ in range(6):
-            twins.step()
+        steps(twins)
     assert len(caught) == 1
     assert not clipper.is_engaged
     assert clipper.native == {Reason.WARM_UP: 2, Reason.RECORDING: 1, reason: 3}
@@ -222,8 +229,7 @@ def test_a_recording_that_differs_is_not_used(monkeypatch):
     real = norm._scale
     monkeypatch.setattr(norm, "_scale", lambda gradients, total, limit: real(gradients, total, limit * 1.001))
     with pytest.warns(ReplayWarning, match=r"clipped gradient 0: native and replay have"):
-        for _ in range(6):
-            twins.step()
+        steps(twins)
     assert clipper.native[Reason.MISMATCH] == 3
 
 
