@@ -373,10 +373,12 @@ class Runner:
         traced = decision.trace and not _is_compiled(region.module)
         with Tracer(region.name) if traced else contextlib.nullcontext() as tracer:
             result = self._run_natively(region, args, kwargs)
+        if region.refusal is not None:  # its own code did something that refuses it, such as logging
+            return result
         if tracer is not None:
             decision.slot.traces[decision.key] = tracer.trace
         after = Snapshot(self._backend, state.buffers if recording else {})
-        finding = watch.difference() or region.refusal
+        finding = watch.difference()
         if (drawn := after.host_random.moved_since(before.host_random)) is not None:
             finding = Finding(Reason.HOST_RANDOM, region.name, f"random numbers drawn on {self._backend.device}", drawn)
         for path, tensor, version in zip(call.paths, tensors, versions, strict=True):

@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Graph(Protocol):
     """A recorded sequence of launches with frozen addresses and frozen Python.
 
-    A replay that raises has launched nothing, or has put everything that it wrote outside of its pool back.
+    A replay that raises has launched nothing, unless the graph has an attribute `atomic` that is false.
     """
 
     def replay(self) -> None:

@@ -170,11 +170,21 @@ class Recording:
 
         Returns:
             Fresh copies of the outputs.
+
+        Raises:
+            Exception: Whatever the replay raised. The buffers are as they were, the device's generator may not be.
         """
+        atomic = getattr(self.forward_graph, "atomic", True)
+        before = [] if atomic else [(buffer, buffer.detach().clone()) for buffer in self.written.values()]
         copy_all(
             [without_expanded(static) for static in self.call.inputs], [without_expanded(given) for given in inputs]
         )
-        self.forward_graph.replay()
+        try:
+            self.forward_graph.replay()
+        except Exception:
+            for buffer, values in before:
+                buffer.data.copy_(values)
+            raise
         fresh = [allocate_like(output) for output in self.result.outputs]
         copy_all([without_expanded(t) for t in fresh], [without_expanded(o) for o in self.result.outputs])
         return fresh

@@ -33,9 +33,9 @@ class TapePool:
         self._poison = poison
         self._owned: list[weakref.ref[Tensor]] = []
 
-    def disturb(self) -> None:
+    def disturb(self, always: bool = False) -> None:
         """Does the worst that a forward replay may do to memory of its pool: overwrite all of it."""
-        if self._poison:
+        if self._poison or always:
             fill_with_garbage(self.owned())
 
     def own(self, tensor: Tensor) -> None:
@@ -105,12 +105,13 @@ class _HostReads(TorchFunctionMode):
 class Tape:
     """The operations of one recording."""
 
+    atomic = False
+
     def __init__(self, pool: TapePool, overwrites_pool: bool) -> None:
         self._pool = pool
         self._overwrites_pool = overwrites_pool
         self._entries: list[tuple[Any, Any, Any, list[Tensor | None], bool]] = []
-        self._own: set[int] = set()
-        self._outside: list[Tensor] = []
+        self._replayed = False
 
     def append(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor | None]) -> None:
         """Adds an operation. A target is a result in memory of its own, None one that lies in an argument's.
@@ -121,25 +122,16 @@ class Tape:
         for target in targets:
             if target is not None:
                 self._pool.own(target)
-                self._own.add(target.untyped_storage().data_ptr())
-        if func._schema.is_mutable:
-            for tensor in written_tensors(func, args, kwargs):
-                if tensor.untyped_storage().data_ptr() not in self._own:
-                    self._outside.append(tensor)
 
     @torch.no_grad()
     def replay(self) -> None:
         """Runs the operations again."""
         if self._overwrites_pool:
-            self._pool.disturb()
-        before = [(tensor, tensor.clone()) for tensor in self._outside]
-        try:
-            with without_autocast():  # the operations were recorded below it and are cast already
-                self._run()
-        except BaseException:
-            for tensor, values in before:
-                tensor.copy_(values)
-            raise
+            # Unlike a CUDA graph, a tape ran while it was recorded: what it left must not pass for a result.
+            self._pool.disturb(always=not self._replayed)
+            self._replayed = True
+        with without_autocast():  # the operations were recorded below it and are cast already
+            self._run()
 
     def _run(self) -> None:
         for func, args, kwargs, targets, grad in self._entries:

@@ -201,7 +201,12 @@ def check_replayed(
 
 
 def check_native(
-    make: Callable[[], LightningModule], reason: Reason, data: Any = None, where: str = "", **options: Any
+    make: Callable[[], LightningModule],
+    reason: Reason,
+    data: Any = None,
+    where: str = "",
+    whole: str = "net",
+    **options: Any,
 ) -> TraceResult:
     """Asserts that a run equals native, that the network as a whole is not recorded, and that the report says why.
 
@@ -212,7 +217,7 @@ def check_native(
     assert replay.trace is not None
     report = replay.trace.report
     recorded = {recording.region for recording in report.recordings if recording.replays}
-    assert not recorded & {"net", "self"}, f"{replay.trace.actions}\n{_messages(replay.trace)}"
+    assert whole not in recorded, f"{replay.trace.actions}\n{_messages(replay.trace)}"
     assert reason in report.reasons, _messages(replay.trace)
     assert where in report.messages[reason], report.messages[reason]
     return replay.trace

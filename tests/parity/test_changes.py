@@ -38,9 +38,9 @@ class Scaled(nn.Module):
 
 
 def assign(module: Any) -> None:
-    state = {name: value.clone() * 0.9 for name, value in module.net.state_dict().items()}
-    for name, value in module.net.state_dict().items():
-        state[name] = state[name].to(value.dtype)
+    state = module.net.state_dict()
+    for name, value in state.items():
+        state[name] = (value * 0.9).to(value.dtype)
     module.net.load_state_dict(state, assign=True)
 
 
@@ -203,7 +203,7 @@ def test_a_network_that_changes_all_the_time_is_left_alone() -> None:
     def change(module: Any) -> None:
         module.net.scale += 0.1
 
-    _, replay = run_both(lambda: Learner(Scaled(), events={k: change for k in range(3, 60, 4)}), steps=40)
+    _, replay = run_both(lambda: Learner(Scaled(), events=dict.fromkeys(range(3, 60, 4), change)), steps=40)
 
     assert replay.trace is not None
     assert replay.trace.actions.count("record") == 3
