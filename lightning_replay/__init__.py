@@ -24,5 +24,7 @@ __all__ = [
 
 if ReplayStrategy.strategy_name not in StrategyRegistry:
     StrategyRegistry.register(
-        ReplayStrategy.strategy_name, ReplayStrategy, description="Replays training steps as CUDA graphs on a single device"
+        ReplayStrategy.strategy_name,
+        ReplayStrategy,
+        description="Replays training steps as CUDA graphs on a single device",
     )

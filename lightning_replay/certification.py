@@ -46,7 +46,11 @@ def differences(left: Trial, right: Trial) -> dict[str, str]:
 
 
 def certify(
-    mode: Literal["auto", "bitwise"], native: Sequence[Trial], replay: Trial, run_native: Callable[[], Trial], repeats: bool
+    mode: Literal["auto", "bitwise"],
+    native: Sequence[Trial],
+    replay: Trial,
+    run_native: Callable[[], Trial],
+    repeats: bool,
 ) -> Verdict:
     """Judges a trial replay.
 
@@ -94,6 +98,5 @@ def _rounding(value: Tensor | None) -> float:
     assert value is not None
     if not value.is_floating_point() or not value.numel():
         return 0.0
-
 
     return 16 * torch.finfo(value.dtype).eps * float(value.double().abs().max())

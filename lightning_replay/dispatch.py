@@ -17,9 +17,9 @@ from lightning_replay.engine.backend import Pool
 from lightning_replay.engine.modes import Modes, current_modes
 from lightning_replay.engine.recording import Recording
 from lightning_replay.gradients import GradientBuffers, Publication
-from lightning_replay.inspection import Trace
 from lightning_replay.guards.module import ModuleState, find_hidden_state, find_hooks
 from lightning_replay.guards.signature import Arguments, check_input_aliases, check_modes, read_arguments
+from lightning_replay.inspection import Trace
 from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import RecordingStats
 

@@ -3,13 +3,13 @@
 """Who owns `.grad`.
 
 Note [ownership of a gradient]
-    A backward graph leaves its gradients in the pool, where only the engine reads them. Nothing there is ever bound to a
-    parameter. When Lightning's backward has ended, the gradients are handed over in one of three ways:
+    A backward graph leaves its gradients in the pool, where only the engine reads them. Nothing there is ever bound to
+    a parameter. When Lightning's backward has ended, the gradients are handed over in one of three ways:
 
     published   No `.grad` is alive and nobody else holds the buffers: a third graph copies the gradients into stable
                 buffers outside of the pool, and the buffers become `.grad`. The usual step; no launch per parameter.
-    added       A `.grad` is alive (accumulation, zeroing in place, a user's own tensor): the gradients are added to it in
-                place, as AccumulateGrad does. The buffer that holds it is written by nothing else.
+    added       A `.grad` is alive (accumulation, zeroing in place, a user's own tensor): the gradients are added to it
+                in place, as AccumulateGrad does. The buffer that holds it is written by nothing else.
     fresh       `.grad` is None, but someone kept a tensor on the buffer (a gradient of an earlier step): the gradient
                 gets new memory, and what was kept keeps its value.
 
@@ -32,7 +32,7 @@ from lightning_replay.engine.backend import Graph, GraphBackend, Pool
 from lightning_replay.engine.layout import allocate_gradient, copy_all
 
 _storage_use_count = torch._C._storage_Use_Count
-_tensor_use_count = Tensor._use_count
+_tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
 
 
 class GradientBuffers:
@@ -141,7 +141,7 @@ class Publication:
 
     def is_possible(self) -> bool:
         """Tells whether the buffers are free: no `.grad` alive, nothing kept."""
-        return all([p.grad is None for p in self._parameters]) and not self.buffers.held(self.positions)
+        return all(p.grad is None for p in self._parameters) and not self.buffers.held(self.positions)
 
     def publish(self) -> None:
         """Replays the copy and binds the buffers."""
@@ -153,7 +153,9 @@ class Publication:
 
 
 @torch.no_grad()
-def hand_over(contributions: Mapping[Parameter, list[Tensor]], buffers: Mapping[Parameter, tuple[GradientBuffers, int]]) -> int:
+def hand_over(
+    contributions: Mapping[Parameter, list[Tensor]], buffers: Mapping[Parameter, tuple[GradientBuffers, int]]
+) -> tuple[int, int]:
     """Hands gradients over where publishing is not possible, as AccumulateGrad would.
 
     Several contributions to one parameter are summed first, in order of arrival, as autograd's input buffer does.
@@ -163,8 +165,10 @@ def hand_over(contributions: Mapping[Parameter, list[Tensor]], buffers: Mapping[
         buffers: For each parameter the stable buffer to use if it is free.
 
     Returns:
-        The number of live gradients that were added to.
+        The number of live gradients that were added to, and the number of gradients that needed fresh memory because
+        their buffer was kept or never made.
     """
+    fresh = 0
     live: list[Tensor] = []
     added: list[Tensor] = []
     targets: list[Tensor] = []
@@ -185,6 +189,7 @@ def hand_over(contributions: Mapping[Parameter, list[Tensor]], buffers: Mapping[
                 target = owner.at(position)
         if target is None:
             target = allocate_gradient(parameter)
+            fresh += 1
         targets.append(target)
         sources.append(total)
         bound.append((parameter, target))
@@ -193,4 +198,4 @@ def hand_over(contributions: Mapping[Parameter, list[Tensor]], buffers: Mapping[
     copy_all(targets, sources)
     for parameter, target in bound:
         parameter.grad = target
-    return len(live)
+    return len(live), fresh

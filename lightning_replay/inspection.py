@@ -14,7 +14,6 @@ from lightning_replay.engine.operations import host_access, user_line, written_t
 from lightning_replay.errors import CaptureError
 from lightning_replay.reasons import Finding, Reason
 
-
 Trace = list[tuple[Any, ...]]
 """The operations of a forward pass with their non-tensor arguments."""
 
@@ -32,7 +31,7 @@ class Tracer(TorchDispatchMode):
     """
 
     def __init__(self, name: str, expected: Trace | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
         self._expected = expected
         self._listening = True

@@ -19,7 +19,11 @@ class Reason(Enum):
     """
 
     # -- the normal life of a recording
-    WARM_UP = ("warm_up", "The signature is still being observed before it is recorded.", "Nothing: this ends by itself.")
+    WARM_UP = (
+        "warm_up",
+        "The signature is still being observed before it is recorded.",
+        "Nothing: this ends by itself.",
+    )
     RECORDING = ("recording", "The step trained natively while its recording was made.", "Nothing: once per recording.")
     BUDGET = (
         "budget",
@@ -122,7 +126,7 @@ class Reason(Enum):
     )
     SHARED_PARAMETER = (
         "shared_parameter",
-        "A parameter used several times in the region is used outside of it too, so the order of its gradient sum differs.",
+        "A parameter used several times in the region is used elsewhere too: its gradients add up in another order.",
         "Move the outside use into the module.",
     )
     # -- arguments, results, memory

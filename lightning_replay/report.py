@@ -43,8 +43,12 @@ class ReplayReport:
         norm_replays: Replays of a recorded gradient norm.
         norm_copied: Those of them that copied the gradients first, because they lay in new memory.
         norm_native: Clippings that were native, by reason.
-        gradients_published: Backward passes after which buffers were bound without a launch per parameter.
-        gradients_added: Backward passes after which gradients were added to live ones.
+        gradients_published: Replayed backward passes whose gradients were published: one recorded copy into the stable
+            buffers, which became `.grad`.
+        gradients_added: Those that added gradients to live ones in place (accumulation, zeroing in place).
+        gradients_copied: Those in which gradients needed fresh memory, because someone kept a tensor on their buffers. A
+            pass that added as well counts in both; one that wrote free buffers without the recorded copy (several
+            calls a step, hooked parameters) counts in none.
         messages: For each reason met, the message of its first finding.
     """
 
@@ -58,6 +62,7 @@ class ReplayReport:
     norm_native: dict[Reason, int] = field(default_factory=dict)
     gradients_published: int = 0
     gradients_added: int = 0
+    gradients_copied: int = 0
     messages: dict[Reason, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,8 +80,14 @@ class ReplayReport:
     def __str__(self) -> str:
         share = self.steps_replayed / self.steps_total if self.steps_total else 0.0
         lines = [
-            f"steps: {self.steps_total} in all, {self.steps_replayed} replayed ({share:.0%}), {self.steps_native} native",
+            f"steps: {self.steps_total} in all, {self.steps_replayed} replayed ({share:.0%}),"
+            f" {self.steps_native} native"
         ]
+        if self.gradients_published or self.gradients_added or self.gradients_copied:
+            lines.append(
+                f"gradients: {self.gradients_published} times published, {self.gradients_added} added to live ones,"
+                f" {self.gradients_copied} given fresh memory"
+            )
         if self.norm_replays or self.norm_native:
             native = ", ".join(f"{reason.value} {count}" for reason, count in self.norm_native.items())
             lines.append(
@@ -84,8 +95,15 @@ class ReplayReport:
                 f" {sum(self.norm_native.values())} native{f' ({native})' if native else ''}"
             )
         if self.recordings:
-            rows = [
-                (r.region, r.signature, str(r.replays), f"{r.capture_seconds:.2f} s", _mebibytes(r.pool_bytes), r.certified)
+            rows: list[tuple[str, ...]] = [
+                (
+                    r.region,
+                    r.signature,
+                    str(r.replays),
+                    f"{r.capture_seconds:.2f} s",
+                    _mebibytes(r.pool_bytes),
+                    r.certified,
+                )
                 for r in self.recordings
             ]
             lines += ["", *_table(("region", "signature", "replays", "recorded in", "pool", "certified"), rows)]

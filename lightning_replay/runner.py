@@ -30,10 +30,10 @@ from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.interposition import interposed
 from lightning_replay.engine.layout import clone_exactly
 from lightning_replay.engine.recording import Call, Recorder, Recording, Reference, check_outputs, take_apart
-from lightning_replay.engine.snapshot import HostRandom, Snapshot
+from lightning_replay.engine.snapshot import Snapshot
 from lightning_replay.engine.standins import stand_ins
 from lightning_replay.errors import CaptureError, NotReplayedError
-from lightning_replay.gradients import Publication, hand_over
+from lightning_replay.gradients import GradientBuffers, Publication, hand_over
 from lightning_replay.guards.module import AttributeWatch, join
 from lightning_replay.inspection import Inspector, Tracer
 from lightning_replay.reasons import Finding, Reason
@@ -170,6 +170,7 @@ class Runner:
         self._anchor = torch.zeros((), device=backend.device, requires_grad=True)
         self.published = 0
         self.added = 0
+        self.copied = 0
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -384,7 +385,7 @@ class Runner:
         for path, tensor, version in zip(call.paths, tensors, versions, strict=True):
             if tensor._version != version:
                 finding = Finding(Reason.INPUT_WRITTEN, path, "arguments that are only read", "written in place")
-        others = {path: t for path, t in zip(call.paths, tensors, strict=True)}
+        others: dict[str, Tensor] = dict(zip(call.paths, tensors, strict=True))
         others |= state.parameters | state.buffers
         try:
             parts = take_apart(result, tensors, region.name)
@@ -447,7 +448,9 @@ class Runner:
             if any(recording.differentiable):
                 pending = PendingCall(self, region, engaged, random_before, _hooked(engaged))
                 trainable = [t for t in tensors if t.requires_grad]
-                outputs = ReplayFunction.apply(pending, tensors, self._anchor, *trainable, *pending.hooked)
+                outputs = ReplayFunction.apply(  # type: ignore[no-untyped-call]
+                    pending, tensors, self._anchor, *trainable, *pending.hooked
+                )
                 decision.slot.waiting = weakref.ref(pending)
             else:
                 outputs = recording.forward(tensors)
@@ -519,8 +522,9 @@ class Runner:
             node = pending.pop()
             if node in inner:
                 continue
-            if isinstance(node, ReplayFunction._backward_cls):  # type: ignore[attr-defined]
-                replayed |= node.pending.engaged.publication.buffers.positions.keys()  # type: ignore[union-attr]
+            if isinstance(node, ReplayFunction._backward_cls):
+                call: PendingCall = node.pending  # type: ignore[attr-defined]
+                replayed |= call.engaged.publication.buffers.positions.keys()
                 continue
             variable = getattr(node, "variable", None)
             if variable is not None:
@@ -627,7 +631,7 @@ class Runner:
                     return
         contributions: dict[Parameter, list[Tensor]] = {}
         several: dict[Parameter, Region] = {}
-        owners = {}
+        owners: dict[Parameter, tuple[GradientBuffers, int]] = {}
         for pending in arrived:
             buffers = pending.engaged.publication.buffers
             recording = pending.engaged.recording
@@ -643,8 +647,9 @@ class Runner:
             if region is not None and len(parts) + (parameter in shared) > 1:
                 actual = "a use that was not there when the region was recorded"
                 raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, region.name, "one use of it", actual))
-        if hand_over(contributions, owners):
-            self.added += 1
+        added, fresh = hand_over(contributions, owners)
+        self.added += added > 0
+        self.copied += fresh > 0
 
     # -- recording -----------------------------------------------------------------------------------------------
 
@@ -666,7 +671,7 @@ class Runner:
             finding = error.finding
         except torch.cuda.OutOfMemoryError as error:
             finding = Finding(Reason.OUT_OF_MEMORY, region.name, "memory for a recording", str(error).split("\n")[0])
-        except Exception as error:  # noqa: BLE001 - whatever a user's forward raises under capture
+        except Exception as error:
             finding = Finding(Reason.CAPTURE_FAILED, region.name, "a recording", f"{type(error).__name__}: {error}")
         finally:
             changed = attributes.difference()
@@ -715,7 +720,9 @@ class Runner:
                 with inspector if watch and inspects else contextlib.nullcontext():
                     watching = (inspector.begin_forward, inspector.end_forward) if watch else ()
                     reference = recorder.run_reference(*watching)
-                trial = self._trial(sample, reference.outputs, reference.gradients, reference.input_gradients, trainable)
+                trial = self._trial(
+                    sample, reference.outputs, reference.gradients, reference.input_gradients, trainable
+                )
                 return reference, trial
 
             reference, first = run_native(watch=True)
@@ -805,7 +812,9 @@ class Runner:
             repeats=torch.are_deterministic_algorithms_enabled(),
         )
         if not verdict.equal:
-            raise CaptureError(Finding(Reason.MISMATCH, sample.region.name, "a replay equal to native", verdict.difference))
+            raise CaptureError(
+                Finding(Reason.MISMATCH, sample.region.name, "a replay equal to native", verdict.difference)
+            )
         return verdict
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -873,7 +882,9 @@ def _check_memory(
             assert region.state is not None
             name = list(region.state.parameters)[position]
             raise CaptureError(
-                Finding(Reason.PARAMETER_WRITTEN, name, "parameters that stay where they are", "new memory (set_ or .data)")
+                Finding(
+                    Reason.PARAMETER_WRITTEN, name, "parameters that stay where they are", "new memory (set_ or .data)"
+                )
             )
 
 

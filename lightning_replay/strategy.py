@@ -34,7 +34,9 @@ from lightning_replay.reasons import Finding, Reason, five_parts
 from lightning_replay.report import RecordingStats, ReplayReport
 from lightning_replay.runner import Runner, StepAction
 
-_QUIET = frozenset({Reason.WARM_UP, Reason.RECORDING, Reason.UNRECORDED_MODE, Reason.LAST_BATCH, Reason.INVALIDATED, Reason.AUDIT})
+_QUIET = frozenset(
+    {Reason.WARM_UP, Reason.RECORDING, Reason.UNRECORDED_MODE, Reason.LAST_BATCH, Reason.INVALIDATED, Reason.AUDIT}
+)
 """Reasons of a healthy run: counted, never warned about, never an error."""
 
 _FROM_CONNECTOR = ("_accelerator", "_precision_plugin", "_checkpoint_io", "_root_device")
@@ -183,7 +185,9 @@ class ReplayStrategy(SingleDeviceStrategy):
             return
         if len(devices) > 1:
             raise ValueError(
-                _argument_message("devices", len(devices), "devices=1 or a list of one index", "pass devices=1 or devices=[0]")
+                _argument_message(
+                    "devices", len(devices), "devices=1 or a list of one index", "pass devices=1 or devices=[0]"
+                )
             )
         if self._explicit_device is None:
             self._root_device = devices[0]
@@ -215,7 +219,9 @@ class ReplayStrategy(SingleDeviceStrategy):
     def _layer_sync(self, value: object) -> None:
         if value is not None:
             raise ValueError(
-                _argument_message("sync_batchnorm", True, "False", "with a single device there is nothing to synchronize")
+                _argument_message(
+                    "sync_batchnorm", True, "False", "with a single device there is nothing to synchronize"
+                )
             )
 
     # -- life of a fit -------------------------------------------------------------------------------------------
@@ -347,10 +353,10 @@ class ReplayStrategy(SingleDeviceStrategy):
         # The body of Lightning's Strategy.backward (the same in all inspected releases), with ours around autograd.
         module = self._module()
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)  # type: ignore[assignment]
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with self._runner.backward(closure_loss):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)  # type: ignore[assignment]
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
@@ -431,6 +437,7 @@ class ReplayStrategy(SingleDeviceStrategy):
             norm_native={} if clipper is None else dict(clipper.native),
             gradients_published=self._published + (runner.published if runner is not None else 0),
             gradients_added=self._added + (runner.added if runner is not None else 0),
+            gradients_copied=self._copied + (runner.copied if runner is not None else 0),
             messages=dict(self._messages),
         )
 
@@ -439,6 +446,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._steps_replayed = 0
         self._published = 0
         self._added = 0
+        self._copied = 0
         self._reasons: Counter[Reason] = Counter()
         self._messages: dict[Reason, str] = {}
         self._recordings: list[RecordingStats] = []
@@ -446,6 +454,7 @@ class ReplayStrategy(SingleDeviceStrategy):
     def _take_counts(self, runner: Runner) -> None:
         self._published += runner.published
         self._added += runner.added
+        self._copied += runner.copied
         self._recordings += runner.recordings
 
 
@@ -484,13 +493,15 @@ def _check_names(modules: object) -> None:
         raise ValueError(_argument_message("modules", modules, "at least one name, or None", "leave modules out"))
 
 
-def _as_device(device: object) -> torch.device:
+def _as_device(device: int | str | torch.device) -> torch.device:
     try:
         if isinstance(device, bool):
             raise TypeError
-        made = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[arg-type]
+        made = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError):
-        message = _argument_message("device", device, 'a device such as "cuda:0", or its index', "pass one, or leave it out")
+        message = _argument_message(
+            "device", device, 'a device such as "cuda:0", or its index', "pass one, or leave it out"
+        )
         raise ValueError(message) from None
     if made.type == "cuda" and made.index is None:
         made = torch.device("cuda", 0)
@@ -500,7 +511,7 @@ def _as_device(device: object) -> torch.device:
 def _named_module(root: LightningModule, name: str) -> torch.nn.Module:
     if name == "self":
         return root
-    known = dict(root.named_modules())
+    known: dict[str, torch.nn.Module] = dict(root.named_modules())
     if name not in known or not name:
         near = ", ".join(repr(path) for path in list(known)[1:12])
         raise ValueError(_argument_message("modules", name, f"a name such as {near}", "use a name of named_modules()"))

@@ -30,4 +30,6 @@ def first_difference(left: Tensor, right: Tensor) -> str:
         unequal = unequal.any(-1)
     index = tuple(torch.nonzero(unequal)[0].tolist()) if unequal.dim() else ()
     count = int(unequal.sum())
-    return f"{left[index].item()!r} and {right[index].item()!r} at index {list(index)} ({count} of {left.numel()} differ)"
+    return (
+        f"{left[index].item()!r} and {right[index].item()!r} at index {list(index)} ({count} of {left.numel()} differ)"
+    )

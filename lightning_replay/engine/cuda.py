@@ -160,7 +160,7 @@ def _sync_warnings() -> Iterator[list[str]]:
             elif "Synchronization debug mode" not in str(message):
                 shown(message, *args, **kwargs)
 
-        warnings.showwarning = note  # type: ignore[assignment]
+        warnings.showwarning = note
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield places

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """Memory with exactly the layout that a kernel saw when it was recorded.
 
-Kernels choose their code by strides and by pointer alignment, and another choice may round differently. So every static
-tensor has the sizes, strides and 16-byte alignment of the tensor it stands for, expanded (stride 0) dimensions included.
+Kernels choose their code by strides and by pointer alignment, and another choice may round differently. So every
+static tensor has the sizes, strides and 16-byte alignment of the tensor it stands for, expanded (stride 0) dimensions
+included.
 """
 
 from collections.abc import Iterator, Sequence
@@ -112,9 +113,7 @@ def allocate_gradient(parameter: Tensor) -> Tensor:
     (torch/csrc/autograd/functions/accumulate_grad.h, the gradient layout contract).
     """
     if is_dense(parameter):
-        return torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
-        )
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 

@@ -31,7 +31,8 @@ class Modes(NamedTuple):
     def entered(self) -> Iterator[None]:
         """Runs a block under the autocast, default dtype and gradient modes of the snapshot.
 
-        The weight cache of autocast is empty at both ends: a cast made outside would otherwise be frozen into a recording.
+        The weight cache of autocast is empty at both ends: a cast made outside would otherwise be frozen into a
+        recording.
         """
         before = torch.get_default_dtype()
         torch.clear_autocast_cache()
@@ -76,7 +77,7 @@ def current_modes(device_type: str) -> Modes:
 
 
 def _saved_tensor_hooks() -> bool:
-    """Tells whether something packs and unpacks what autograd saves: activation checkpointing, offloading to the CPU."""
+    """Tells whether something packs and unpacks what autograd saves: checkpointing, offloading to the CPU."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in every torch of the range
     return top is not None and top(True) is not None
 
@@ -87,7 +88,8 @@ def _switches(device_type: str) -> tuple[Any, ...]:
         return common
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):  # torch >= 2.9; reading the older names may raise there
-        precision: tuple[Any, ...] = (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
+        holders: tuple[Any, ...] = (matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]
+        precision = tuple(holder.fp32_precision for holder in holders)
     else:
         precision = (matmul.allow_tf32, cudnn.allow_tf32)
     return (

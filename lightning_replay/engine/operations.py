@@ -46,13 +46,17 @@ def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def host_access(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Finding | None:
+def host_access(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> Finding | None:
     """Finds an operation that a graph on `device` cannot hold because the host takes part in it."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     name = str(func)
     if any(isinstance(leaf, torch.Generator) for leaf in leaves):
-        return Finding(Reason.HOST_RANDOM, user_line(), "the device's default generator", f"{name} with its own generator")
+        return Finding(
+            Reason.HOST_RANDOM, user_line(), "the device's default generator", f"{name} with its own generator"
+        )
     if _waits_for_device(func, args):
         if device.type != "cpu" and tensors and all(tensor.device.type == "cpu" for tensor in tensors):
             return None  # a computation among CPU tensors waits for nothing; its way to the device is found below
@@ -82,7 +86,7 @@ def user_line() -> str:
 
     In a module of torch itself it is the line there, and in the backward pass there is none.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     inside = "the backward pass"
     while frame is not None and frame.f_code.co_filename != _CALLER:
         name = frame.f_code.co_filename
@@ -90,7 +94,7 @@ def user_line() -> str:
             return _line(frame)
         if name.startswith(_TORCH_MODULES) and inside == "the backward pass":
             inside = _line(frame)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return inside
 
 

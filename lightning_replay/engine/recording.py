@@ -92,7 +92,9 @@ def take_apart(result: Any, inputs: Sequence[Tensor], name: str) -> Result:
     except tree.OpaqueValueError as error:
         raise CaptureError(Finding(Reason.RESULT, error.path, "tensors and plain values", error.kind)) from None
     known = {id(tensor): ("input", i) for i, tensor in enumerate(inputs)}
-    slots, outputs, output_paths = [], [], []
+    slots: list[tuple[str, int]] = []
+    outputs: list[Tensor] = []
+    output_paths: list[str] = []
     for tensor, path in zip(tensors, paths, strict=True):
         if id(tensor) not in known:
             known[id(tensor)] = ("output", len(outputs))
@@ -300,7 +302,7 @@ class Recorder:
         wanted = [*self._parameters, *(leaf for leaf in leaves if leaf.requires_grad)]
         if not reached or not wanted:
             return [None] * len(self._parameters), [None] * len(leaves)
-        found = list(
+        found: list[Tensor | None] = list(
             torch.autograd.grad(
                 [result.outputs[i] for i in reached],
                 wanted,
@@ -404,5 +406,3 @@ def _sequence_number() -> int:
         node = torch.empty(0, requires_grad=True).view(0).grad_fn
     assert node is not None
     return int(node._sequence_nr())
-
-

@@ -57,7 +57,7 @@ class _Recorder(TorchDispatchMode):
     """Runs each operation and writes it on the tape."""
 
     def __init__(self, tape: "Tape", device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
         self._device = device
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}

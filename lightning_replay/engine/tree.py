@@ -91,14 +91,14 @@ def _open(tree: Any, path: str, tensors: list[Tensor], paths: list[str]) -> Stru
     if (value := _value(tree)) is not None:
         return value
     if kind in pytree.SUPPORTED_NODES:
-        children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(tree)
-        opened = (_open(v, f"{path}[{i}]", tensors, paths) for i, v in enumerate(children))
+        items, context = pytree.SUPPORTED_NODES[kind].flatten_fn(tree)
+        opened = [_open(v, f"{path}[{i}]", tensors, paths) for i, v in enumerate(items)]
         return ("node", kind, _freeze(context, path), *opened)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         if set(vars(tree)) - {field.name for field in dataclasses.fields(tree)} if hasattr(tree, "__dict__") else False:
             raise OpaqueValueError(path, f"{kind.__qualname__} with attributes that are not fields")
         names = tuple(field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name))
-        opened = (_open(getattr(tree, name), f"{path}.{name}", tensors, paths) for name in names)
+        opened = [_open(getattr(tree, name), f"{path}.{name}", tensors, paths) for name in names]
         return ("dataclass", kind, names, *opened)
     raise OpaqueValueError(path, kind.__qualname__)
 

@@ -207,7 +207,7 @@ class ModuleState:
             and all(map(is_, live, self._flat))
             and all(map(is_, outer, self._outer))
             and list(map(len, self._dicts)) == self._sizes
-            and all([_same_items(value, items, self._reads) for _, value, items in self._containers])
+            and all(_same_items(value, items, self._reads) for _, value, items in self._containers)
         ):
             return None
         for index, module in enumerate(self._modules):
@@ -268,7 +268,7 @@ def _same_value(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, float):
-        return left.hex() == right.hex()
+        return bool(left.hex() == right.hex())
     return isinstance(left, _SCALARS) and bool(left == right)
 
 
@@ -337,15 +337,7 @@ class AttributeWatch:
             if list(live) != list(saved) or not all(map(is_, live.values(), saved.values())):
                 live.clear()
                 live.update(saved)
-        for container, saved in self._containers:
-            if isinstance(container, dict):
-                container.clear()
-                container.update(saved)
-            elif isinstance(container, set):
-                container.clear()
-                container |= saved
-            elif isinstance(container, list):
-                container[:] = saved
-            else:
-                container.clear()
-                container.extend(saved)
+        for container, contents in self._containers:
+            container.clear()
+            fill = container.update if isinstance(container, (dict, set)) else container.extend
+            fill(contents)

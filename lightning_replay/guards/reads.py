@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """What a forward pass may read, found in its code: attribute names, globals and closure variables.
 
-A change of an attribute whose name appears nowhere cannot matter to it. A global or closure variable that does appear is
-watched like an attribute.
+A change of an attribute whose name appears nowhere cannot matter to it. A global or closure variable that does appear
+is watched like an attribute.
 """
 
 import functools

@@ -38,10 +38,14 @@ class Arguments(NamedTuple):
         return self.structure, self.layouts, self.aliases
 
     def __str__(self) -> str:
-        return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self.tensors) or "no tensors"
+        return (
+            ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self.tensors) or "no tensors"
+        )
 
 
-def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments | Finding:
+def read_arguments(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> Arguments | Finding:
     """Takes the arguments of a call apart.
 
     Args:
@@ -66,7 +70,9 @@ def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dev
             return Finding(Reason.UNSUPPORTED_TENSOR, paths[position], expected, describe(tensor))
         alignment = tensor.data_ptr() % ALIGNMENT
         layouts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, alignment))
-        aliases.append(first.setdefault(tensor.untyped_storage().data_ptr() if tensor.numel() else -position - 1, position))
+        aliases.append(
+            first.setdefault(tensor.untyped_storage().data_ptr() if tensor.numel() else -position - 1, position)
+        )
     return Arguments(tensors, paths, structure, tuple(layouts), tuple(aliases))
 
 
@@ -94,5 +100,7 @@ def check_input_aliases(name: str, arguments: Arguments, parameters: Mapping[int
         other = arguments.aliases[position]
         if other != position and tensor.requires_grad and tensor is not arguments.tensors[other]:
             actual = f"shares memory with {arguments.paths[other]}"
-            return Finding(Reason.OUTPUT_ALIAS, arguments.paths[position], "trainable arguments with own memory", actual)
+            return Finding(
+                Reason.OUTPUT_ALIAS, arguments.paths[position], "trainable arguments with own memory", actual
+            )
     return None
