@@ -263,11 +263,13 @@ class Scheduled(Regression):
     """
 
     def __init__(
-        self, make: Callable[[], tuple[nn.Module, Callable[[float], None]]], told: dict[int, Callable[[Any], None]] = {}
+        self,
+        make: Callable[[], tuple[nn.Module, Callable[[float], None]]],
+        told: dict[int, Callable[[Any], None]] | None = None,
     ) -> None:
         net, self.change = make()
         super().__init__(net)
-        self.told = told
+        self.told = told or {}
         self.change(1.0)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
