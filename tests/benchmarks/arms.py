@@ -8,33 +8,54 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 
-Arm = tuple["str | Strategy", list[Callback]]
+Arm = tuple["str | Strategy", list[Callback], list[Precision]]
 
 
-def native(backend: str) -> Arm:
+def native(backend: str, precision: str) -> Arm:
     """Lightning as it is."""
-    return "auto", []
+    return "auto", [], []
 
 
-def replay(backend: str) -> Arm:
+def replay(backend: str, precision: str) -> Arm:
     """One argument: the strategy."""
     from lightning_replay import ReplayStrategy
 
-    return ReplayStrategy(backend=backend, on_native="ignore"), []
+    return ReplayStrategy(backend=backend, on_native="ignore"), [], []
 
 
-def graphed_callables(backend: str) -> Arm:
+def replay_no_norm(backend: str, precision: str) -> Arm:
+    """Steps are replayed, clipping is native."""
+    from lightning_replay import ReplayStrategy
+
+    return ReplayStrategy(backend=backend, on_native="ignore", capture_gradient_norm=False), [], []
+
+
+def norm_only(backend: str, precision: str) -> Arm:
+    """Steps are native, clipping is replayed."""
+    from lightning_replay import ReplayPrecision
+
+    return "auto", [], [ReplayPrecision(precision, backend=backend)]
+
+
+def graphed_callables(backend: str, precision: str) -> Arm:
     """What a user can do by hand with torch alone: wrap the network in ``make_graphed_callables``."""
-    return "auto", [GraphedCallables()]
+    return "auto", [GraphedCallables()], []
 
 
-ARMS: dict[str, Callable[[str], Arm]] = {
+ARMS: dict[str, Callable[[str, str], Arm]] = {
     "native": native,
     "replay": replay,
     "graphed_callables": graphed_callables,
+    "replay_no_norm": replay_no_norm,
+    "replay_no_clip": replay,
+    "norm_only": norm_only,
 }
+USUAL_ARMS = ("native", "replay", "graphed_callables")
+UNCLIPPED_ARMS = frozenset({"replay_no_clip"})
+NORM_ARMS = frozenset({"replay", "norm_only"})
 
 
 class GraphedCallables(Callback):

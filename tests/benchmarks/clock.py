@@ -58,6 +58,24 @@ class StepClock(Callback):
         return dict(Counter(str(action) for action in timed))
 
 
+def time_clipping(module: LightningModule) -> list[float]:
+    """Times the clipping of a module on the host, call by call.
+
+    Returns:
+        The list that milliseconds are added to.
+    """
+    times: list[float] = []
+
+    class Timed(type(module)):  # type: ignore[misc]
+        def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+            started = time.perf_counter()
+            super().configure_gradient_clipping(*args, **kwargs)
+            times.append((time.perf_counter() - started) * 1e3)
+
+    module.__class__ = Timed
+    return times
+
+
 def fence(device: torch.device) -> None:
     """Waits until the device has done all that it was given."""
     if device.type == "cuda":

@@ -113,6 +113,8 @@ def step_time(content: dict[str, Any]) -> str:
         "ms a step (range)",
         "to native",
         "to graphed callables",
+        "to no clipping",
+        "clipping on the host, ms",
         "allocated MiB",
         "reserved MiB",
     ]
@@ -126,6 +128,8 @@ def step_time(content: dict[str, Any]) -> str:
                     f"{cell['median_ms']:.3f} ({cell['min_ms']:.3f} to {cell['max_ms']:.3f})",
                     _ratio(cell.get("ratio_to_native")),
                     _ratio(cell.get("ratio_to_graphed_callables")),
+                    _ratio(cell.get("ratio_to_replay_no_clip")),
+                    _ratio(cell.get("clip_host_ms")),
                     _mib(cell.get("peak_allocated_bytes")),
                     _mib(cell.get("peak_reserved_bytes")),
                 ]

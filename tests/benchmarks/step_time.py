@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Times a Lightning step in several arms and writes a receipt.
+r"""Times a Lightning step in several arms and writes a receipt.
 
     python -m tests.benchmarks.step_time --out docs/evidence/step_time.json
+    python -m tests.benchmarks.step_time --out docs/evidence/gradient_norm.json --models resnet18 efficientnet_b0 \
+        vit_tiny gpt --arms native norm_only replay replay_no_norm replay_no_clip
 
 Arms run in turn, each repeat of each arm in a fresh process; every second repeat runs them in the opposite order, so
 that a slow drift of the machine does not favour one. Without a GPU, ``--device cpu --backend tape --models tiny --arms
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import worker
-from tests.benchmarks.arms import ARMS
+from tests.benchmarks.arms import ARMS, NORM_ARMS, USUAL_ARMS
 from tests.benchmarks.receipt import ROOT, command_line, receipt, write
 from tests.benchmarks.workloads import WORKLOADS
 
@@ -39,6 +41,9 @@ FIXED = {
 }
 
 
+_CLIP_COLUMNS = ("clip_host_ms", "ratio_to_replay_no_clip")
+
+
 def main() -> int:
     options = _parser().parse_args()
     runs: list[dict[str, Any]] = []
@@ -50,7 +55,7 @@ def main() -> int:
             write(options.out, _receipt(options, runs, complete))
     summary = summarise(runs)
     print(table(summary))
-    return _complain(runs)
+    return _complain(runs, options)
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -63,15 +68,19 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]
             cell["runs_ms"].append(statistics.median(run["windows_ms"]))
             for peak in ("peak_allocated_bytes", "peak_reserved_bytes"):
                 cell[peak].append(run.get(peak))
+            if run.get("clip_host_ms") is not None:
+                cell.setdefault("clip_runs_ms", []).append(run["clip_host_ms"])
     for arms in summary.values():
         for cell in arms.values():
             times = cell["runs_ms"]
             cell.update(median_ms=statistics.median(times), min_ms=min(times), max_ms=max(times))
+            if "clip_runs_ms" in cell:
+                cell["clip_host_ms"] = statistics.median(cell["clip_runs_ms"])
             for peak in ("peak_allocated_bytes", "peak_reserved_bytes"):
                 known = [value for value in cell[peak] if value is not None]
                 cell[peak] = int(statistics.median(known)) if known else None
         for cell in arms.values():
-            for base in ("native", "graphed_callables"):
+            for base in ("native", "graphed_callables", "replay_no_clip"):
                 if base in arms:
                     cell[f"ratio_to_{base}"] = cell["median_ms"] / arms[base]["median_ms"]
     return summary
@@ -81,6 +90,7 @@ def table(summary: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Returns a short plain-text table."""
     lines = [
         f"{'model':<18}{'arm':<20}{'ms a step (range)':<28}{'to native':>10}{'to graphed':>12}{'reserved MiB':>14}"
+        f"{'clip host ms':>14}{'to no clip':>12}"
     ]
     for model, arms in summary.items():
         for arm, cell in arms.items():
@@ -89,13 +99,16 @@ def table(summary: dict[str, dict[str, dict[str, Any]]]) -> str:
             native, graphed = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
             reserved = cell["peak_reserved_bytes"]
             memory = "-" if reserved is None else f"{reserved / 2**20:.0f}"
-            lines.append(f"{model:<18}{arm:<20}{times:<28}{native:>10}{graphed:>12}{memory:>14}")
+            clip, unclipped = ("-" if (value := cell.get(key)) is None else f"{value:.3f}" for key in _CLIP_COLUMNS)
+            lines.append(
+                f"{model:<18}{arm:<20}{times:<28}{native:>10}{graphed:>12}{memory:>14}{clip:>14}{unclipped:>12}"
+            )
     return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(USUAL_ARMS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", required=True, help="the receipt to write")
     worker.add_common(parser)
@@ -131,11 +144,14 @@ def _receipt(options: argparse.Namespace, runs: list[dict[str, Any]], complete: 
     return receipt("step_time", settings, results, command_line("tests.benchmarks.step_time"))
 
 
-def _complain(runs: list[dict[str, Any]]) -> int:
-    """Errors, and a replay arm that did not replay, must not pass for a measurement."""
+def _complain(runs: list[dict[str, Any]], options: argparse.Namespace) -> int:
+    """Errors, and an arm that did not replay what it is there for, must not pass for a measurement."""
     bad = [f"{run['model']}, {run['arm']}, repeat {run['repeat']}: {run['error']}" for run in runs if "error" in run]
     for run in runs:
-        if run["arm"] == "replay" and "error" not in run and set(run["timed_actions"]) != {"replay"}:
+        clips = run["arm"] in NORM_ARMS and "error" not in run and options.clip and options.update == "foreach"
+        if clips and not run["norm_replays"]:
+            bad.append(f"{run['model']}, {run['arm']}, repeat {run['repeat']}: no gradient norm was replayed")
+        if run["arm"].startswith("replay") and "error" not in run and set(run["timed_actions"]) != {"replay"}:
             reasons = (run.get("report") or {}).get("reasons")
             bad.append(f"{run['model']}, repeat {run['repeat']}: timed {run['timed_actions']}, reasons {reasons}")
     for line in bad:

@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import logging
+import statistics
 import time
 import traceback
 import warnings
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-from tests.benchmarks.arms import ARMS
-from tests.benchmarks.clock import StepClock, fence
+from tests.benchmarks.arms import ARMS, UNCLIPPED_ARMS
+from tests.benchmarks.clock import StepClock, fence, time_clipping
 from tests.benchmarks.workloads import WORKLOADS
 from tests.helpers.models import cycled
 from tests.helpers.parity import plain
@@ -52,7 +53,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", type=int, default=15, help="steps before the first window")
     parser.add_argument("--window", type=int, default=20, help="steps a window")
     parser.add_argument("--precision", default="bf16-mixed")
-    parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--clip", type=float, default=1.0, help="gradient norm to clip to; 0 clips nothing")
     parser.add_argument("--update", choices=["fused", "foreach"], default="foreach", help="AdamW implementation")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -79,6 +80,13 @@ def _clip_for_fused(
         torch.nn.utils.clip_grad_norm_(module.parameters(), gradient_clip_val)
 
 
+def _norm_replays(trainer: Trainer) -> int:
+    if plugin := getattr(trainer.precision_plugin, "norm_replays", 0):
+        return int(plugin)
+    report = getattr(trainer.strategy, "report", None)
+    return int(report().norm_replays) if callable(report) else 0
+
+
 def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
     device = torch.device(options.device)
     workload = WORKLOADS[model]
@@ -87,6 +95,7 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
     module = workload.make_module(options.update == "fused")
     if options.update == "fused" and options.precision == "bf16-mixed":
         module.configure_gradient_clipping = partial(_clip_for_fused, module)  # type: ignore[method-assign]
+    clippings = time_clipping(module)
     loader, _ = cycled(workload.make_batches(), options.steps, device)
     memory: dict[str, int] = {}
     if device.type == "cuda":
@@ -99,15 +108,16 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
         }
     fence(device)
     started = time.perf_counter()
-    strategy, callbacks = ARMS[options.arm](options.backend)
+    strategy, callbacks, plugins = ARMS[options.arm](options.backend, options.precision)
     clock = StepClock(options.skip, options.window)
     trainer = Trainer(
         strategy=strategy,
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=1,
-        precision=options.precision,
+        precision=None if plugins else options.precision,
+        plugins=plugins or None,
         max_epochs=1,
-        gradient_clip_val=options.clip or None,
+        gradient_clip_val=None if options.arm in UNCLIPPED_ARMS else options.clip or None,
         benchmark=False,
         logger=False,
         enable_checkpointing=False,
@@ -123,6 +133,8 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
     return {
         "windows_ms": clock.windows_ms,
         "timed_actions": clock.timed_actions,
+        "clip_host_ms": statistics.median(clippings[options.skip :]) if clippings[options.skip :] else None,
+        "norm_replays": _norm_replays(trainer),
         "fit_seconds": seconds,
         "last_loss": None if clock.last_loss is None else float(clock.last_loss).hex(),
         **memory,
