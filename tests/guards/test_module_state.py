@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""What a recording depends on in its modules: each change is found, with the place; what does not matter is not."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_replay import Reason
+from lightning_replay.guards.module import AttributeWatch, ModuleState, find_hidden_state, find_hooks, join
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.rate = 0.5
+        self.name_of_it = "x"
+        self.table = {"a": 1, "deep": [1, {"b": 2}]}
+        self.rows = [1, 2]
+        self.config = SimpleNamespace(size=3)
+        self.unread = 1
+        self.register_buffer("mask", torch.ones(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scaled = self.norm(self.layer(inputs)) * self.rate * self.table["a"] * self.rows[0] * self.mask
+        return scaled * self.config.size if self.name_of_it else scaled
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Inner(), nn.Linear(3, 2))
+
+
+def set_nested(module: Any) -> None:
+    module[0].table["deep"][1]["b"] = 3
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "parameter replaced": (lambda m: setattr(m[1], "weight", nn.Parameter(m[1].weight.detach())), "net.1.weight"),
+    "parameter removed": (lambda m: m[1].register_parameter("bias", None), "net.1.bias"),
+    "parameter added": (lambda m: m[1].register_parameter("new", nn.Parameter(torch.ones(1))), "net.1"),
+    "buffer replaced": (lambda m: setattr(m[0], "mask", torch.ones(3)), "net.0.mask"),
+    "module replaced": (lambda m: m.__setitem__(1, nn.Linear(3, 2)), "net.1"),
+    "module added": (lambda m: m.append(nn.ReLU()), "net"),
+    "data replaced": (lambda m: setattr(m[1].weight, "data", m[1].weight.data.clone()), "net.1.weight"),
+    "dtype": (lambda m: m[1].double(), "net.1.weight"),
+    "strides": (lambda m: setattr(m[0].layer.weight, "data", m[0].layer.weight.data.t()), "net.0.layer.weight"),
+    "class": (lambda m: setattr(m[0], "__class__", type("Other", (Inner,), {})), "net"),
+    "float": (lambda m: setattr(m[0], "rate", 0.25), "net.0.rate"),
+    "sign of zero": (lambda m: setattr(m[0], "rate", -0.0), "net.0.rate"),
+    "type": (lambda m: setattr(m[0], "rate", 1), "net.0.rate"),
+    "string": (lambda m: setattr(m[0], "name_of_it", ""), "net.0.name_of_it"),
+    "attribute removed": (lambda m: delattr(m[0], "rate"), "net.0.rate"),
+    "item": (lambda m: m[0].table.__setitem__("a", 2), "net.0.table"),
+    "item added": (lambda m: m[0].rows.append(3), "net.0.rows"),
+    "nested item": (set_nested, "net.0.table"),
+    "field": (lambda m: setattr(m[0].config, "size", 4), "net.0.config"),
+    "momentum": (lambda m: setattr(m[0].norm, "momentum", 0.3), "net.0.norm.momentum"),
+    "forward on the instance": (lambda m: setattr(m[0].layer, "forward", lambda x: x), "net.0.layer"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_found(name: str) -> None:
+    module, (change, where) = net(), CHANGES[name]
+    state = ModuleState("net", module)
+    assert state.difference() is None
+
+    change(module)
+
+    finding = state.difference()
+    assert finding is not None
+    assert finding.reason is Reason.MODULE_CHANGED
+    assert where in finding.where
+    assert finding.expected != finding.actual or "recorded" in finding.expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m[0].layer.weight.data.mul_(2),
+        lambda m: m[0].mask.zero_(),
+        lambda m: m.load_state_dict(copy.deepcopy(m.state_dict())),
+        lambda m: setattr(m[0], "unread", 2),
+        lambda m: setattr(m[0], "rate", float("0.5")),
+        lambda m: setattr(m[0].layer.weight, "grad", torch.ones(3, 3)),
+    ],
+    ids=["parameter written", "buffer written", "state loaded", "unread", "equal", "gradient"],
+)
+def test_not_found(change: Callable[[Any], Any]) -> None:
+    module = net()
+    state = ModuleState("net", module)
+
+    change(module)
+
+    assert state.difference() is None
+    assert state.difference() is None
+
+
+def test_flags() -> None:
+    module = net()
+    state = ModuleState("net", module)
+    flags = state.flags()
+
+    module[0].norm.eval()
+    assert state.flags() != flags
+    module[0].norm.train()
+    assert state.flags() == flags
+    module[1].bias.requires_grad_(False)
+    assert state.flags() != flags
+    assert state.difference() is None  # part of the signature, not a change
+    assert "net.1.bias" not in state.trainable()
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda m, f: m.register_forward_hook(f),
+        lambda m, f: m.register_forward_pre_hook(f),
+        lambda m, f: m.register_full_backward_hook(f),
+        lambda m, f: m.register_full_backward_pre_hook(f),
+    ],
+    ids=["forward", "forward pre", "backward", "backward pre"],
+)
+def test_hooks(register: Callable[..., Any]) -> None:
+    module = net()
+    state = ModuleState("net", module)
+    assert find_hooks("net", module) is None
+
+    handle = register(module[0].layer, lambda *_: None)
+
+    for finding in (state.difference(), find_hooks("net", module)):
+        assert finding is not None
+        assert (finding.reason, finding.where) == (Reason.HOOKS, "net.0.layer")
+    handle.remove()
+    assert state.difference() is None
+
+
+def test_global_hooks() -> None:
+    module = net()
+    state = ModuleState("net", module)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        finding = state.difference()
+        assert finding is not None
+        assert finding.reason is Reason.HOOKS
+    finally:
+        handle.remove()
+    assert state.difference() is None
+
+
+def test_hidden_state() -> None:
+    cuda = torch.device("cuda")
+    rnn = nn.Sequential(nn.LSTM(2, 2, num_layers=2, dropout=0.5))
+    found = find_hidden_state("net", rnn, cuda)
+
+    assert found is not None
+    assert (found.reason, found.where) == (Reason.HIDDEN_STATE, "net.0")
+    assert find_hidden_state("net", rnn, torch.device("cpu")) is None
+    assert find_hidden_state("net", rnn.eval(), cuda) is None
+    assert find_hidden_state("net", nn.LSTM(2, 2, num_layers=2), cuda) is None
+
+
+WRITES: dict[str, tuple[Callable[[Any], Any], Reason, str]] = {
+    "attribute": (lambda m: setattr(m[0], "unread", 2), Reason.ATTRIBUTE_WRITTEN, "net.0.unread"),
+    "new attribute": (lambda m: setattr(m[0], "cache", 2), Reason.ATTRIBUTE_WRITTEN, "net.0.cache"),
+    "container": (lambda m: m[0].rows.append(1), Reason.ATTRIBUTE_WRITTEN, "net.0.rows"),
+    "buffer": (lambda m: setattr(m[0], "mask", torch.zeros(3)), Reason.BUFFER_REBOUND, "net.0.mask"),
+    "parameter in place": (
+        lambda m: torch.no_grad()(m[1].weight.mul_)(2),
+        Reason.PARAMETER_WRITTEN,
+        "net.1.weight",
+    ),
+    "training": (lambda m: m[0].norm.eval(), Reason.ATTRIBUTE_WRITTEN, "net.0.norm.training"),
+    "trainable": (lambda m: m[1].bias.requires_grad_(False), Reason.ATTRIBUTE_WRITTEN, "net.1.bias.requires_grad"),
+    "hook": (lambda m: m[1].register_forward_hook(lambda *_: None), Reason.HOOKS, "net.1"),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_watch(name: str) -> None:
+    module, (write, reason, where) = net(), WRITES[name]
+    watch = AttributeWatch("net", module)
+    assert watch.difference() is None
+
+    write(module)
+
+    finding = watch.difference()
+    assert finding is not None
+    assert (finding.reason, finding.where) == (reason, where)
+    if reason in (Reason.ATTRIBUTE_WRITTEN,):
+        watch.restore()
+        assert AttributeWatch("net", module).difference() is None
+        assert watch.difference() is None
+
+
+def test_join() -> None:
+    assert [join("a", "b"), join("", "b"), join("a", ""), join("", "")] == ["a.b", "b", "a", ""]
