@@ -49,8 +49,10 @@ class GradientBuffers:
         self.parameters = list(parameters)
         self.positions = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self.buffers: list[Tensor | None] = [None] * len(self.parameters)
+        # Also keeps the memory alive, whatever becomes of the buffer: recorded copies write there.
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._alone: dict[int, tuple[int, int, int]] = {}
+        self._handles: dict[int, int] = {}
+        self._alone: dict[int, tuple[int, ...]] = {}
 
     def provide(self, positions: Iterable[int]) -> None:
         """Allocates the buffers at these positions that do not exist yet."""
@@ -58,9 +60,10 @@ class GradientBuffers:
             if self.buffers[i] is None:
                 self.buffers[i] = allocate_gradient(self.parameters[i])
                 self._storages[i] = self.at(i).untyped_storage()
+                self._handles[i] = self._storages[i]._cdata
                 self._alone[i] = self._count(i)
 
-    def _count(self, position: int) -> tuple[int, int, int]:
+    def _count(self, position: int) -> tuple[int, ...]:
         return next(zip(*self._references([self.buffers[position]], [position]), strict=True))
 
     @contextlib.contextmanager
@@ -79,9 +82,8 @@ class GradientBuffers:
             weakref.finalize(owner, self._expect, positions, added, -1)
 
     def _expect(self, positions: Sequence[int], added: Sequence[tuple[int, ...]], sign: int) -> None:
-        for i, (python, tensor, storage) in zip(positions, added, strict=True):
-            alone = self._alone[i]
-            self._alone[i] = (alone[0] + sign * python, alone[1] + sign * tensor, alone[2] + sign * storage)
+        for i, more in zip(positions, added, strict=True):
+            self._alone[i] = tuple(count + sign * change for count, change in zip(self._alone[i], more, strict=True))
 
     def at(self, position: int) -> Tensor:
         """Returns the buffer at a position."""
@@ -90,12 +92,18 @@ class GradientBuffers:
         return buffer
 
     def _references(self, buffers: list[Any], positions: Sequence[int]) -> tuple[Iterator[int], ...]:
-        """Counts who refers to buffers: Python to the tensors, C++ to the tensors, tensors to the memory.
+        """Counts who refers to buffers: Python and C++ to the tensors, Python and C++ to the memory.
 
-        One pass in C for each count: this runs every step for every parameter.
+        The address comes with them, as `.grad.data = ...` gives a buffer other memory. One pass in C for each: this
+        runs every step for every parameter.
         """
-        handles = [self._storages[i]._cdata for i in positions]
-        return map(sys.getrefcount, buffers), map(_tensor_use_count, buffers), map(_storage_use_count, handles)
+        return (
+            map(sys.getrefcount, buffers),
+            map(_tensor_use_count, buffers),
+            map(sys.getrefcount, map(self._storages.__getitem__, positions)),
+            map(_storage_use_count, map(self._handles.__getitem__, positions)),
+            map(Tensor.data_ptr, buffers),
+        )
 
     def held(self, positions: Sequence[int]) -> bool:
         """Tells whether anyone but this object refers to any of these buffers or their memory."""

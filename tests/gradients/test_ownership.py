@@ -1,137 +1,283 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Who owns a gradient: published, added to, or fresh."""
+"""Gradient buffers by themselves: who is found to hold one, and what a gradient that is handed over looks like."""
 
-from typing import Any
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import Parameter
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from lightning_replay.engine.tape import TapeBackend
 from lightning_replay.gradients import GradientBuffers, Publication, hand_over
 from tests.helpers.bits import same_bits
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 
-def make(count: int = 3) -> tuple[list[nn.Parameter], list[Any], GradientBuffers, Publication]:
-    parameters = [nn.Parameter(torch.randn(2, k + 1)) for k in range(count)]
-    gradients = [torch.randn_like(p) for p in parameters]
-    gradients[1] = None
+
+def make(*parameters):
+    """Buffers of some parameters, with a recorded publication of made-up gradients."""
+    parameters = parameters or (Parameter(torch.ones(3)), Parameter(torch.ones(2, 2)))
+    backend = TapeBackend(torch.device("cpu"))
     buffers = GradientBuffers(parameters)
-    backend = TapeBackend(torch.device("cpu"))
-    return parameters, gradients, buffers, Publication(backend, backend.new_pool(), buffers, gradients)
+    gradients = [torch.randn_like(parameter).detach() for parameter in parameters]
+    return buffers, gradients, Publication(backend, backend.new_pool(), buffers, gradients)
 
 
-def test_published() -> None:
-    parameters, gradients, buffers, publication = make()
-    assert publication.positions == [0, 2]
-    assert publication.is_possible()
+def as_autograd_does(parameter):
+    """The gradient that AccumulateGrad makes for a parameter of one with other strides."""
+    twin = Parameter(parameter.detach())
+    values = torch.ones(*twin.shape, 2, dtype=twin.dtype)[..., 0]
+    (twin * 1).backward(values)
+    return twin.grad
 
+
+KEEP = {
+    "tensor": lambda gradient: gradient,
+    "view": lambda gradient: gradient[:1],
+    "flat view": lambda gradient: gradient.view(-1),
+    "detached": lambda gradient: gradient.detach(),
+    "data": lambda gradient: gradient.data,
+    "array": lambda gradient: gradient.numpy(),
+    "array of a view": lambda gradient: gradient[1:].numpy(),
+    "memoryview": lambda gradient: memoryview(gradient.numpy()),
+    "dlpack": lambda gradient: from_dlpack(gradient),
+    "dlpack, not opened": lambda gradient: to_dlpack(gradient),
+    "storage": lambda gradient: gradient.untyped_storage(),
+    "typed storage": lambda gradient: gradient.storage(),
+    "another parameter's gradient": lambda gradient: _bound(gradient),
+    "in a closure": lambda gradient: lambda: gradient,
+    "saved for a backward": lambda gradient: torch.ones(gradient.shape, requires_grad=True) * gradient,
+}
+LEAVE = {
+    "nothing": lambda gradient: None,
+    "weak reference": weakref.ref,
+    "weak references to a view": lambda gradient: weakref.ref(gradient[:1]),
+    "copy": lambda gradient: gradient.clone(),
+    "address": lambda gradient: gradient.data_ptr(),
+}
+
+
+def _bound(gradient):
+    other = Parameter(torch.zeros(gradient.shape))
+    other.grad = gradient
+    return other
+
+
+def _published(keep):
+    buffers, gradients, publication = make()
     publication.publish()
-
-    assert same_bits([p.grad for p in parameters], [None if g is None else g.detach() for g in gradients])
-    assert parameters[0].grad is buffers.at(0)
-    assert parameters[1].grad is None
-    gradients[0].fill_(7)
-    assert not (parameters[0].grad == 7).any(), "what is published is a copy"
-    assert not publication.is_possible()
-    for parameter in parameters:
+    kept = keep(buffers.parameters[0].grad)
+    for parameter in buffers.parameters:
         parameter.grad = None
-    assert publication.is_possible()
-    publication.publish()
-    assert (parameters[0].grad == 7).all()
+    return buffers, gradients, publication, kept
 
 
-@pytest.mark.parametrize(
-    "keep",
-    [lambda grad: grad, lambda grad: grad.view(-1), lambda grad: grad.detach(), lambda grad: grad.untyped_storage()],
-    ids=["tensor", "view", "detached", "storage"],
-)
-def test_kept_by_someone(keep: Any) -> None:
-    parameters, gradients, buffers, publication = make()
-    publication.publish()
-    kept = keep(parameters[0].grad)
-    for parameter in parameters:
-        parameter.grad = None
+@pytest.mark.parametrize("keep", KEEP.values(), ids=KEEP)
+def test_what_someone_keeps_is_held(keep):
+    buffers, _, publication, kept = _published(keep)
 
-    assert not publication.is_possible()
     assert buffers.is_held(0)
-    assert not buffers.is_held(2)
-    hand_over(
-        {p: [g] for p, g in zip(parameters, gradients, strict=True) if g is not None},
-        {p: (buffers, i) for i, p in enumerate(parameters)},
-    )
-    assert parameters[0].grad is not buffers.at(0)
-    assert parameters[2].grad is buffers.at(2)
-    del kept
-    for parameter in parameters:
-        parameter.grad = None
-    assert publication.is_possible()
-
-
-def test_a_dropped_publication_takes_its_references_along() -> None:
-    parameters, gradients, buffers, publication = make()
-    backend = TapeBackend(torch.device("cpu"))
-    second = Publication(backend, backend.new_pool(), buffers, gradients)
-    assert publication.is_possible()
-
-    del second
-
-    assert publication.is_possible()
-    publication.publish()
-    kept = parameters[2].grad
-    for parameter in parameters:
-        parameter.grad = None
+    assert not buffers.is_held(1)
     assert not publication.is_possible()
-    assert kept is not None
+
+    del kept
+    gc.collect()
+    assert not buffers.is_held(0)
+    assert publication.is_possible()
 
 
-def test_added_to_live_gradients_in_place() -> None:
-    weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
-    mine = weight.grad = torch.full((3,), 0.5)
+@pytest.mark.parametrize("leave", LEAVE.values(), ids=LEAVE)
+def test_what_keeps_nothing_alive_does_not_hold(leave):
+    buffers, _, publication, left = _published(leave)
 
-    added = hand_over({weight: [torch.ones(3), torch.full((3,), 2.0)], other: [torch.ones(2)]}, {})
-
-    assert added == 1
-    assert weight.grad is mine
-    assert mine.tolist() == [3.5] * 3
-    assert other.grad is not None
-    assert other.grad.tolist() == [1, 1]
+    assert not buffers.held([0, 1])
+    assert publication.is_possible()
+    del left
 
 
-def test_sums_have_autograds_order() -> None:
-    parts = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])]
-    weight = nn.Parameter(torch.zeros(1))
+@pytest.mark.parametrize("keep", KEEP.values(), ids=KEEP)
+def test_what_is_kept_is_not_written_again(keep):
+    buffers, gradients, _, kept = _published(keep)
+    before = buffers.at(0).clone()
+    for gradient in gradients:
+        gradient.mul_(-3)
 
-    hand_over({weight: list(parts)}, {})
+    added, fresh = hand_over(*_all(buffers, gradients))
 
-    assert weight.grad is not None
-    assert weight.grad.item() == 1.0
-
-
-def test_what_is_handed_over_is_never_the_engines_memory() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    source = torch.ones(2)
-
-    hand_over({weight: [source]}, {})
-    source.fill_(float("nan"))
-
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [1, 1]
+    assert (added, fresh) == (0, 1)
+    assert same_bits(buffers.at(0), before)
+    assert buffers.parameters[0].grad.data_ptr() != buffers.at(0).data_ptr()
+    assert buffers.parameters[1].grad is buffers.at(1)
+    assert same_bits([parameter.grad for parameter in buffers.parameters], gradients)
+    del kept
 
 
-def test_layout_of_a_fresh_gradient() -> None:
-    weight = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
-
-    hand_over({weight: [torch.randn(2, 3, 4, 4)]}, {})
-
-    assert weight.grad is not None
-    assert weight.grad.stride() == weight.stride()
+def _all(buffers, gradients):
+    contributions = {p: [g] for p, g in zip(buffers.parameters, gradients, strict=True)}
+    return contributions, {p: (buffers, i) for i, p in enumerate(buffers.parameters)}
 
 
-def test_negative_zero_survives() -> None:
-    weight = nn.Parameter(torch.zeros(1))
+def test_a_bound_gradient_holds_its_buffer():
+    buffers, _, publication = make()
+    publication.publish()
 
-    hand_over({weight: [torch.tensor([-0.0])]}, {})
+    assert buffers.is_held(0)
+    assert not publication.is_possible()
 
-    assert same_bits(weight.grad, torch.tensor([-0.0]))
+
+def test_published_gradients_lie_outside_of_the_pool():
+    buffers, gradients, publication = make()
+    publication.publish()
+
+    assert all(p.grad is buffers.at(i) for i, p in enumerate(buffers.parameters))
+    assert not {p.grad.data_ptr() for p in buffers.parameters} & {g.data_ptr() for g in gradients}
+    assert same_bits([p.grad for p in buffers.parameters], gradients)
+
+
+def test_a_live_gradient_is_added_to_in_place():
+    buffers, gradients, publication = make()
+    publication.publish()
+    live = [parameter.grad for parameter in buffers.parameters]
+    expected = [gradient + gradient for gradient in gradients]
+
+    assert hand_over(*_all(buffers, gradients)) == (2, 0)
+    assert all(p.grad is g for p, g in zip(buffers.parameters, live, strict=True))
+    assert same_bits(live, expected)
+
+
+def test_a_foreign_gradient_is_added_to_in_place():
+    buffers, gradients, publication = make()
+    foreign = torch.full((3,), 0.25)
+    buffers.parameters[0].grad = foreign
+
+    assert not publication.is_possible()
+    assert hand_over(*_all(buffers, gradients)) == (1, 0)
+    assert buffers.parameters[0].grad is foreign
+    assert same_bits(foreign, torch.full((3,), 0.25) + gradients[0])
+    assert buffers.parameters[1].grad is buffers.at(1)
+
+
+def test_negative_zeros_are_kept_as_autograd_keeps_them():
+    zeros = [torch.full((3,), -0.0), torch.full((2, 2), -0.0)]
+    for live in (None, 0.0, -0.0):
+        buffers, gradients, _ = make()
+        native = Parameter(torch.ones(3))
+        for parameter in (native, buffers.parameters[0]):
+            parameter.grad = None if live is None else torch.full((3,), live)
+        for gradient, zero in zip(gradients, zeros, strict=True):
+            gradient.copy_(zero)
+        hand_over(*_all(buffers, gradients))
+        native.backward(torch.full((3,), -0.0))
+        assert same_bits(buffers.parameters[0].grad, native.grad), live
+
+
+def test_several_contributions_are_summed_in_order():
+    parameter = Parameter(torch.zeros(1))
+    parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
+
+    hand_over({parameter: parts}, {})
+
+    assert same_bits(parameter.grad, parts[0] + parts[1] + parts[2])
+    assert not same_bits(parameter.grad, parts[0] + parts[2] + parts[1])
+
+
+def test_a_parameter_without_gradient_stays_without():
+    backend = TapeBackend(torch.device("cpu"))
+    buffers = GradientBuffers([Parameter(torch.ones(3)), Parameter(torch.ones(2))])
+    publication = Publication(backend, backend.new_pool(), buffers, [torch.ones(3), None])
+    publication.publish()
+
+    assert buffers.parameters[0].grad is not None
+    assert buffers.parameters[1].grad is None
+    assert buffers.buffers[1] is None
+
+
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(4, 3),
+    "scalar": lambda: torch.randn(()),
+    "empty": lambda: torch.randn(0, 3),
+    "transposed": lambda: torch.randn(4, 3).t(),
+    "channels last": lambda: torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+    "channels last of one channel": lambda: torch.randn(4, 1, 3, 3).to(memory_format=torch.channels_last),
+    "permuted": lambda: torch.randn(2, 3, 4).permute(2, 0, 1),
+    "every second column": lambda: torch.randn(4, 6)[:, ::2],
+    "with an offset": lambda: torch.randn(13)[1:].view(4, 3),
+    "expanded": lambda: torch.randn(3, 1).expand(3, 4),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str
+)
+@pytest.mark.parametrize("published", [True, False], ids=["published", "fresh"])
+def test_layout_and_dtype_are_those_of_autograd(layout, dtype, published):
+    values = layout().to(dtype)
+    native = as_autograd_does(Parameter(values))
+    parameter = Parameter(values)
+    if published:
+        _, _, publication = make(parameter)
+        publication.publish()
+    else:
+        hand_over({parameter: [torch.ones(parameter.shape, dtype=dtype)]}, {})
+
+    assert parameter.grad.dtype == native.dtype
+    assert _strides(parameter.grad) == _strides(native)
+    assert parameter.grad.is_contiguous(memory_format=torch.contiguous_format) == native.is_contiguous()
+
+
+def _strides(tensor):
+    """Strides of dimensions that have more than one element: the others address nothing."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+
+
+def test_fused_updates_take_gradients_of_channels_last_weights():
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    _, _, publication = make(*net.parameters())
+    publication.publish()
+
+    torch.optim.AdamW(net.parameters(), fused=True).step()
+
+    assert net.weight.grad.stride() == net.weight.stride()
+
+
+@pytest.mark.parametrize("keep_old", [False, True])
+def test_a_buffer_that_was_given_other_memory_is_not_published_into(keep_old):
+    buffers, gradients, publication = make()
+    publication.publish()
+    old = buffers.parameters[0].grad.detach() if keep_old else None
+    before = None if old is None else old.clone()
+    buffers.parameters[0].grad.data = torch.zeros(3)
+    for parameter in buffers.parameters:
+        parameter.grad = None
+
+    assert not publication.is_possible()
+    hand_over(*_all(buffers, gradients))
+    assert same_bits([parameter.grad for parameter in buffers.parameters], gradients)
+    assert same_bits(old, before)
+
+
+def test_references_of_a_recording_are_nobodys_while_it_lives():
+    buffers, _, publication = make()
+    publication.publish()
+
+    class Recording:
+        pass
+
+    recording = Recording()
+    with buffers.expecting_references(recording):
+        recording.refers_to = [buffers.at(0), buffers.at(1).detach().view(-1)]
+    for parameter in buffers.parameters:
+        parameter.grad = None
+    assert not buffers.held([0, 1])
+
+    extra = buffers.at(0)
+    assert buffers.is_held(0)
+    del extra
+    del recording
+    gc.collect()
+    assert not buffers.held([0, 1])
