@@ -63,7 +63,9 @@ def host_access(
         return Finding(Reason.HOST_SYNC, user_line(), "work that the device can do alone", name)
     if device.type == "cpu":
         return None
-    on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    # Fused attention keeps seed and offset of its dropout on the host natively, and on the device under capture.
+    seeds = "attention" in name
+    on_host = [t for t in tensors if t.device.type == "cpu" and not (seeds and t.dim() == 0 and not t.is_floating_point())]
     target = kwargs.get("device")
     to_host = target is not None and torch.device(target).type == "cpu"
     if torch.Tag.nondeterministic_seeded in func.tags and (on_host or (not tensors and (to_host or target is None))):

@@ -90,7 +90,7 @@ def _variables(function: FunctionType, code: CodeType) -> Iterator[tuple[str, Ca
         if isinstance(value, (ModuleType, type)) and value.__name__.split(".")[0] not in _LIBRARIES:
             for inner in code.co_names:
                 if inner in vars(value):
-                    yield f"{where}.{name}.{inner}", functools.partial(getattr, value, inner, None)
+                    yield f"{where}.{name}.{inner}", functools.partial(vars(value).get, inner)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield f"{function.__qualname__}.<{name}>", functools.partial(_contents, cell)
 
