@@ -152,6 +152,8 @@ def _frozen(leaf: Any) -> Any:
     """Returns what of an argument two runs have to share: nothing of a tensor, the exact value of anything else."""
     if isinstance(leaf, Tensor):
         return Tensor
+    if isinstance(leaf, torch.ScriptObject):  # a profiler's handle, for example; it cannot even be compared
+        return (type(leaf), None)
     return (float, leaf.hex()) if isinstance(leaf, float) else (type(leaf), leaf)
 
 

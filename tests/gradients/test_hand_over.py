@@ -92,7 +92,7 @@ def test_added_to_live_gradients_in_place() -> None:
 
     added = hand_over({weight: [torch.ones(3), torch.full((3,), 2.0)], other: [torch.ones(2)]}, {})
 
-    assert added == 1
+    assert added == (1, 1)
     assert weight.grad is mine
     assert mine.tolist() == [3.5] * 3
     assert other.grad is not None
