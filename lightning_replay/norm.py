@@ -12,7 +12,6 @@ Note [two kinds of recording]
     bounded number of times. Gradients are never kept alive: who owns them counts the references.
 """
 
-import operator
 import warnings
 import weakref
 from collections import Counter
@@ -28,9 +27,20 @@ from torch import Tensor
 from lightning_replay.engine.backend import Graph, GraphBackend
 from lightning_replay.engine.bits import first_difference, same_bits
 from lightning_replay.engine.cuda import CudaGraphBackend
-from lightning_replay.engine.layout import clone_exactly, copy_all, is_dense, is_plain
+from lightning_replay.engine.layout import clone_exactly, copy_all
 from lightning_replay.engine.tape import TapeBackend
 from lightning_replay.errors import CaptureError, ReplayWarning
+from lightning_replay.guards.gradients import (
+    ALIGNMENT,
+    WHERE,
+    Layout,
+    addresses_of,
+    are_same,
+    current_stream,
+    find_observer,
+    find_unsupported,
+    layouts_of,
+)
 from lightning_replay.reasons import Finding, Reason
 
 BackendName = Literal["auto", "cuda", "tape"]
@@ -41,16 +51,8 @@ STABLE_CALLS = 2
 MAX_RERECORDS = 3
 """Recordings made after the first because the gradients changed; then clipping stays native."""
 
-ALIGNMENT = 64
-"""Bytes that gradients start at a multiple of, as any allocator gives: torch's kernels choose by alignment."""
-
-WHERE = "Precision.clip_grad_by_norm"
-
-_FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 _PASSING = frozenset({Reason.WARM_UP, Reason.RECORDING})
 _native_clip = torch.nn.utils.clip_grad_norm_
-
-Layout = tuple[Any, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,13 +84,13 @@ class NormRecording:
 
     def fits(self, gradients: Sequence[Tensor]) -> bool:
         """Tells whether a replay does for these gradients what the native call would do."""
-        if len(gradients) != len(self.layouts) or _stream(self.norm.device) != self.stream:
+        if len(gradients) != len(self.layouts) or current_stream(self.norm.device) != self.stream:
             return False
         if self.inputs is None:
-            return _are_same(self.references, gradients) and _addresses(gradients) == self.addresses
+            return are_same(self.references, gradients) and addresses_of(gradients) == self.addresses
         if any(type(g) is not Tensor or g.layout is not torch.strided for g in gradients):
             return False
-        return _layouts(gradients) == self.layouts and not any(a % ALIGNMENT for a in _addresses(gradients))
+        return layouts_of(gradients) == self.layouts and not any(a % ALIGNMENT for a in addresses_of(gradients))
 
     def replay(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], limit: float) -> None:
         """Clips the gradients, which are those of the parameters that have one."""
@@ -118,7 +120,7 @@ class _Sightings:
 
     def add(self, gradients: Sequence[Tensor], layouts: list[Layout]) -> None:
         """Counts one call."""
-        self.same_objects = self.same_objects + 1 if _are_same(self.references, gradients) else 0
+        self.same_objects = self.same_objects + 1 if are_same(self.references, gradients) else 0
         self.same_layouts = self.same_layouts + 1 if layouts == self.layouts else 0
         if not self.same_objects:
             self.references = [weakref.ref(gradient) for gradient in gradients]
@@ -260,7 +262,7 @@ class NormClipper:
             recording is not None
             and not error_if_nonfinite
             and recording.fits(gradients)
-            and _find_observer(recording.norm.device) is None
+            and find_observer(recording.norm.device) is None
             and not self._may_be_in_place(recording, gradients)
         ):
             recording.replay(parameters, gradients, limit)
@@ -304,10 +306,10 @@ class NormClipper:
             return Finding(Reason.NO_GRADIENT, WHERE, "gradients", "none")
         if self.backend != "tape" and all(gradient.device.type != "cuda" for gradient in gradients):
             return Finding(Reason.NO_CUDA, WHERE, "gradients on a CUDA device", f"{gradients[0].device}")
-        if (finding := find_unsupported(gradients) or _find_observer(gradients[0].device)) is not None:
+        if (finding := find_unsupported(gradients) or find_observer(gradients[0].device)) is not None:
             self._sightings = _Sightings()
             return finding
-        self._sightings.add(gradients, _layouts(gradients))
+        self._sightings.add(gradients, layouts_of(gradients))
         if self._sightings.same_objects < STABLE_CALLS and self._sightings.same_layouts < self.patience:
             if self._made == 0 and self._calls <= max(STABLE_CALLS, self.patience) + 1:
                 return Finding(Reason.WARM_UP, WHERE, "some calls with the same gradients", "not yet")
@@ -377,10 +379,10 @@ class NormClipper:
             norm=norm,
             limit=static_limit,
             inputs=None if in_place else saved,
-            layouts=_layouts(gradients),
+            layouts=layouts_of(gradients),
             references=[weakref.ref(gradient) for gradient in gradients] if in_place else [],
-            addresses=_addresses(gradients) if in_place else [],
-            stream=_stream(device),
+            addresses=addresses_of(gradients) if in_place else [],
+            stream=current_stream(device),
         )
 
 
@@ -437,66 +439,5 @@ def _difference(what: str, native: Tensor, replay: Tensor) -> str | None:
     return None if same_bits(native, replay) else f"{what}: native and replay have {first_difference(native, replay)}"
 
 
-# -- what gradients are --------------------------------------------------------------------------------------------
-
-
-def find_unsupported(gradients: Sequence[Tensor]) -> Finding | None:
-    """Finds gradients that are not recorded: anything but dense tensors of their own on one device."""
-
-    def found(reason: Reason, position: int, expected: str, actual: str) -> Finding:
-        return Finding(reason, f"gradient {position} of {len(gradients)}", expected, actual)
-
-    storages = set()
-    offset = None
-    for position, gradient in enumerate(gradients):
-        if gradient.device != gradients[0].device:
-            return found(Reason.NORM_DEVICES, position, f"{gradients[0].device}", f"{gradient.device}")
-        if gradient.is_sparse or gradient.layout is not torch.strided:
-            return found(Reason.NORM_SPARSE, position, "torch.strided", f"{gradient.layout}")
-        if not is_plain(gradient) or gradient.requires_grad or gradient.dtype not in _FLOATS:
-            kind = f"{type(gradient).__qualname__} of {gradient.dtype}, requires_grad={gradient.requires_grad}"
-            return found(Reason.NORM_LAYOUT, position, "a plain tensor of real numbers without history", kind)
-        storage = gradient.untyped_storage().data_ptr()
-        if storage in storages:
-            return found(Reason.NORM_ALIASED, position, "memory of its own", "it shares memory with another")
-        if gradient.numel():
-            storages.add(storage)
-        if gradient.storage_offset() or gradient.data_ptr() % ALIGNMENT:
-            offset = position
-        if not is_dense(gradient):
-            return found(Reason.NORM_LAYOUT, position, "dense memory", f"{gradient.shape} with {gradient.stride()}")
-    if offset is not None:
-        return found(Reason.NORM_LAYOUT, offset, "the start of its memory", f"offset {gradients[offset].storage_offset()}")
-    return None
-
-
-def _find_observer(device: torch.device) -> Finding | None:
-    """Finds a mode of torch that would change, or wants to see, the native operations."""
-    if torch.is_autocast_enabled(device.type):
-        return Finding(Reason.NORM_MODE, WHERE, "no autocast around clipping", f"autocast on {device.type}")
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return Finding(Reason.NORM_MODE, WHERE, "no mode around clipping", "a TorchDispatchMode or TorchFunctionMode")
-    return None
-
-
-def _layouts(gradients: Sequence[Tensor]) -> list[Layout]:
-    strides = map(Tensor.stride, gradients)
-    return list(zip([g.shape for g in gradients], strides, [g.dtype for g in gradients], strict=True))
-
-
-def _addresses(gradients: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, gradients))
-
-
-def _are_same(references: Sequence["weakref.ref[Tensor]"], gradients: Sequence[Tensor]) -> bool:
-    if len(references) != len(gradients):
-        return False
-    return all(map(operator.is_, [reference() for reference in references], gradients))
-
-
 def _make_backend(name: BackendName, device: torch.device) -> GraphBackend:
     return TapeBackend(device) if name == "tape" else CudaGraphBackend(device)
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from lightning_replay import compat
 from lightning_replay.compat import seams
-from lightning_replay.norm import WHERE, BackendName, NormClipper
+from lightning_replay.guards.gradients import WHERE
+from lightning_replay.norm import BackendName, NormClipper
 from lightning_replay.reasons import Finding, Reason, five_parts
 
 _NATIVE: dict[str, type[Precision]] = {

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_replay import ReplayWarning, norm
 from lightning_replay.engine.tape import TapeBackend
+from lightning_replay.guards.gradients import find_unsupported
 from lightning_replay.norm import MAX_RERECORDS, NormClipper
 from lightning_replay.reasons import Reason
 from tests.helpers.bits import assert_same
@@ -167,7 +168,7 @@ def test_another_layout_is_seen_on_copies():
 def test_another_stream_is_seen(monkeypatch):
     clipper, twins = make()
     engage(twins)
-    monkeypatch.setattr(norm, "_stream", lambda device: 7)
+    monkeypatch.setattr(norm, "current_stream", lambda device: 7)
     twins.step()
     assert clipper.native[Reason.NORM_DRIFT] == 1
 
@@ -311,7 +312,7 @@ def test_unusual_gradients_are_native(spoil, reason):
     _, twins = make()
     if spoil is sparse:  # torch's own foreach norm knows no sparse gradients: one at a time
         twins.native, twins.replayed = twins.native[2:3], twins.replayed[2:3]
-        finding = norm.find_unsupported([twins.native[0].detach().to_sparse()])
+        finding = find_unsupported([twins.native[0].detach().to_sparse()])
         assert finding.reason is reason
         return
     refused(twins, reason, spoil)
@@ -319,7 +320,7 @@ def test_unusual_gradients_are_native(spoil, reason):
 
 def test_an_expanded_gradient_is_refused_and_native_raises_as_ever():
     gradient = torch.ones(1).expand(7)
-    assert norm.find_unsupported([gradient]).reason is Reason.NORM_LAYOUT
+    assert find_unsupported([gradient]).reason is Reason.NORM_LAYOUT
 
 
 def test_a_parameter_given_twice_is_scaled_twice():
@@ -336,7 +337,7 @@ def test_a_parameter_given_twice_is_scaled_twice():
 
 def test_gradients_on_several_devices_are_native():
     gradients = [torch.ones(3), torch.ones(3, device="meta")]
-    assert norm.find_unsupported(gradients).reason is Reason.NORM_DEVICES
+    assert find_unsupported(gradients).reason is Reason.NORM_DEVICES
 
 
 def test_asking_for_an_error_is_native_and_raises():
