@@ -4,6 +4,7 @@
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
 
 from lightning_replay.compat import seams
 from lightning_replay.reasons import Finding, Reason
@@ -31,4 +32,7 @@ def find_fit_reason(trainer: Trainer, module: LightningModule) -> Finding | None
         return Finding(Reason.DATALOADER_ITER, f"{name}.training_step", "batch", "dataloader_iter")
     if seams.has_own_hook(module, "backward", LightningModule):
         return Finding(Reason.OVERRIDDEN_BACKWARD, f"{name}.backward", "Lightning's own", "an override")
+    if seams.has_own_hook(trainer.precision_plugin, "backward", Precision):
+        plugin = type(trainer.precision_plugin).__name__
+        return Finding(Reason.OVERRIDDEN_BACKWARD, f"{plugin}.backward", "Lightning's own", "an override")
     return None

@@ -85,8 +85,8 @@ class Reason(Enum):
     )
     OVERRIDDEN_BACKWARD = (
         "overridden_backward",
-        "The LightningModule overrides backward().",
-        "Remove the override, or return the loss from training_step and let Lightning call backward.",
+        "The LightningModule or the precision plugin overrides backward().",
+        "Remove the override and let Lightning call backward; on_after_backward is the place to change gradients.",
     )
     # -- the module
     HOOKS = (

@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""What people put around a step: each is replayed or native as the report says, and trains with native's bits.
+
+Nothing here needs to be recognised in advance: gradients are handed over when autograd is done, to whatever is there.
+"""
+
+import functools
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
+from torch import Tensor
+
+from lightning_replay import Reason
+from tests.gradients.counting import check_counts, expected_counts
+from tests.helpers.bits import same_bits
+from tests.helpers.trace import Trace, TraceResult, run_fit, unequal
+from tests.parity.harness import Arm, Learner, batches, check_replayed, classify, loader, mlp, run_both, script, tape
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS = 7
+USUAL = expected_counts(STEPS)
+ALL_ADDED = expected_counts(STEPS, in_place=True)
+
+
+# -- who looks at gradients before they are zeroed
+
+
+def test_nobody_looks() -> None:
+    """The trace of all other tests observes `on_before_zero_grad`; this one does not."""
+    make_data = lambda: loader(batches(), STEPS)  # noqa: E731
+    native, replay = (
+        run_fit(lambda: Learner(mlp()), make_data, strategy, max_epochs=1, trace=Trace("copy"))
+        for strategy in ("auto", tape())
+    )
+
+    assert unequal(native, replay) == []
+    check_counts(replay, USUAL)
+
+
+class LooksItself(Learner):
+    """A module that observes its own gradients."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.log("norm", torch.stack(norms).norm() if norms else torch.zeros(()))
+
+
+def test_a_module_looks() -> None:
+    trace = check_replayed(lambda: LooksItself(mlp()))
+
+    assert trace.metrics["norm"] > 0
+    check_counts(trace, USUAL)
+
+
+def test_a_lambda_looks() -> None:
+    seen: list[list[Tensor]] = []
+
+    def observers() -> list[Callback]:
+        seen.append(norms := [])
+        look = lambda trainer, module, optimizer: norms.extend(  # noqa: E731
+            p.grad.norm() for p in module.parameters() if p.grad is not None
+        )
+        return [LambdaCallback(on_before_zero_grad=look), LambdaCallback(on_before_zero_grad=print)]
+
+    check_counts(check_replayed(lambda: Learner(mlp()), callbacks=observers), USUAL)
+    assert len(seen[0]) > 0
+    assert same_bits(*seen)
+
+
+class ChangesGradients(Callback):
+    """Changes what is about to be zeroed, and keeps a part of it for the next sum."""
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_callback_changes_gradients(in_place: bool) -> None:
+    trace = check_replayed(lambda: Learner(mlp(), in_place=in_place), callbacks=lambda: [ChangesGradients()])
+
+    check_counts(trace, ALL_ADDED if in_place else USUAL)
+
+
+class ReplacesGradients(Callback):
+    """Puts tensors of its own in the place of gradients, after the backward."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad = parameter.grad * 2
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_callback_replaces_gradients(window: int) -> None:
+    trace = check_replayed(
+        lambda: Learner(mlp()), callbacks=lambda: [ReplacesGradients()], accumulate_grad_batches=window
+    )
+
+    check_counts(trace, expected_counts(STEPS, window))
+
+
+class GivesData(Callback):
+    """Gives gradients other memory, as old code does."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.data = parameter.grad.data * 0.5
+
+
+def test_a_callback_gives_gradients_other_memory() -> None:
+    trace = check_replayed(lambda: Learner(mlp()), callbacks=lambda: [GivesData()])
+
+    # The buffers are lost to whoever changed them, and nothing is published into them again.
+    check_counts(trace, (1, 0, 3))
+
+
+# -- hooks of the module in place of Lightning's
+
+
+class NeverZeroes(Learner):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+class ZeroesSome(Learner):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in list(self.parameters())[::2]:
+            parameter.grad = None
+
+
+class ZeroesByHand(Learner):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize("kind", [NeverZeroes, ZeroesSome, ZeroesByHand])
+def test_own_zeroing(kind: type[Learner]) -> None:
+    check_counts(check_replayed(lambda: kind(mlp())), ALL_ADDED)
+
+
+class StepsByHand(Learner):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+class ClosureFirst(Learner):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-0.01, 0.01)
+        optimizer.step()
+
+
+class EverySecond(Learner):
+    """As Lightning's guide does it: the closure runs, the update does not."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class AroundTheClosure(Learner):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure()
+            for parameter in self.parameters():
+                parameter.grad.add_(0.001)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+@pytest.mark.parametrize("kind", [StepsByHand, ClosureFirst, EverySecond, AroundTheClosure])
+def test_own_optimizer_step(kind: type[Learner]) -> None:
+    check_counts(check_replayed(lambda: kind(mlp()), gradient_clip_val=None), USUAL)
+
+
+class Twice(Learner):
+    """Two forward and backward passes an update; the first one's gradients are kept for the second."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        first = [parameter.grad for parameter in self.parameters()]
+        optimizer_closure()
+        for parameter, gradient in zip(self.parameters(), first, strict=True):
+            parameter.grad.add_(gradient)
+        optimizer.step()
+
+
+def test_two_closures_an_update() -> None:
+    trace = check_replayed(lambda: Twice(mlp()), actions=["native", *["replay"] * 6])
+
+    # Steps 1 to 6: the first pass publishes, the second one finds what it published kept.
+    check_counts(trace, (6, 0, 5))
+
+
+class OwnBackward(Learner):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * 2).backward()
+
+
+def test_own_backward_makes_the_fit_native() -> None:
+    _, replay = run_both(lambda: OwnBackward(mlp()))
+
+    assert replay.trace is not None
+    assert replay.trace.report.reasons == {Reason.OVERRIDDEN_BACKWARD: STEPS}
+    check_counts(replay.trace, (0, 0, 0))
+
+
+class HooksOfTheModule(Learner):
+    def on_after_backward(self) -> None:
+        self.log("largest", max(p.grad.abs().max() for p in self.parameters()))
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("loss", loss.detach())
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+
+
+def test_other_hooks_of_the_module() -> None:
+    check_counts(check_replayed(lambda: HooksOfTheModule(mlp())), USUAL)
+
+
+# -- profilers
+
+
+class OwnProfiler(Profiler):
+    def start(self, action_name: str) -> None:
+        pass
+
+    def stop(self, action_name: str) -> None:
+        pass
+
+
+class LooksWhileItProfiles(SimpleProfiler):
+    """A profiler that runs code of its own between forward and backward."""
+
+    gradients: Any = ()
+
+    def start(self, action_name: str) -> None:
+        super().start(action_name)
+        if "backward" in action_name or "zero_grad" in action_name:
+            for parameter in self.gradients:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.5)
+
+
+@pytest.mark.parametrize("profiler", [SimpleProfiler, AdvancedProfiler, OwnProfiler, LooksWhileItProfiles])
+def test_profilers(profiler: type[Profiler], tmp_path: Any) -> None:
+    class Show(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.profiler.gradients = list(pl_module.parameters())
+
+    arguments = {} if profiler is OwnProfiler else {"dirpath": tmp_path, "filename": "profile"}
+    arms = [
+        Arm(lambda: Learner(mlp()), batches(), strategy, callbacks=[Show()], profiler=profiler(**arguments))
+        for strategy in ("auto", tape())
+    ]
+    assert arms[0].error is arms[1].error is None
+    assert unequal(arms[0].trace, arms[1].trace) == []
+    check_counts(arms[1].trace, USUAL)
+
+
+def test_a_profiler_with_a_method_of_its_own() -> None:
+    class Customise(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.profiler.profile = types.MethodType(SimpleProfiler.profile, trainer.profiler)
+
+    _, replay = run_both(lambda: Learner(mlp()), callbacks=lambda: [Customise()], profiler="simple")
+
+    assert replay.trace is not None
+    assert replay.trace.report.reasons == {Reason.UNKNOWN_CONTRACT: STEPS}
+
+
+# -- wrappers of the optimizer's step
+
+
+def with_schedule(optimizer: torch.optim.Optimizer) -> None:
+    """LambdaLR wraps `optimizer.step` to count its calls."""
+    optimizer.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)  # type: ignore[attr-defined]
+
+
+def _wrap(optimizer: torch.optim.Optimizer, before: Any) -> None:
+    native = optimizer.step
+
+    @functools.wraps(native)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before(optimizer)
+        return native(*args, **kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+def with_noise(optimizer: torch.optim.Optimizer) -> None:
+    """Changes gradients while the next closure has not run."""
+
+    def add(optimizer: torch.optim.Optimizer) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad.add_(1.0)
+
+    _wrap(optimizer, add)
+
+
+def with_memory(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps the last gradients, and writes them to the weights a step later."""
+    kept: list[Tensor] = []
+
+    @torch.no_grad()
+    def remember(optimizer: torch.optim.Optimizer) -> None:
+        parameters = optimizer.param_groups[0]["params"]
+        for parameter, gradient in zip(parameters, kept, strict=False):
+            parameter.sub_(gradient, alpha=0.01)
+        kept[:] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    _wrap(optimizer, remember)
+
+
+@pytest.mark.parametrize(("change", "counts"), [(with_schedule, USUAL), (with_noise, USUAL), (with_memory, (2, 0, 2))])
+def test_wrappers_of_the_optimizers_step(change: Any, counts: tuple[int, int, int]) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(parameters, lr=0.05)
+        change(made)
+        return made
+
+    check_counts(check_replayed(lambda: Learner(mlp(), optimizer=optimizer)), counts)
+
+
+def negate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        if parameter.grad is not None:
+            parameter.grad.neg_()
+
+
+def test_hooks_of_the_optimizer() -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(parameters, lr=0.05)
+        made.register_step_pre_hook(negate)
+        made.register_step_post_hook(lambda *_: made.zero_grad())
+        return made
+
+    check_counts(check_replayed(lambda: Learner(mlp(), optimizer=optimizer)), USUAL)
+
+
+def test_the_optimizer_zeroes_as_it_likes() -> None:
+    class Tenth(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.1)
+
+    check_counts(check_replayed(lambda: Learner(mlp(), optimizer=lambda p: Tenth(p, lr=0.1))), ALL_ADDED)
+
+
+# -- Lightning changed under way
+
+
+class Shadow(Callback):
+    """Hides a method of the loop from some batch on."""
+
+    def __init__(self, name: str, value: Any, step: int) -> None:
+        self.name, self.value, self.step = name, value, step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.step:
+            setattr(trainer.fit_loop.epoch_loop.automatic_optimization, self.name, self.value)
+
+
+def nothing_is_zeroed(batch_idx: int, optimizer: Any) -> None:
+    return None
+
+
+def test_a_closure_that_is_shadowed_from_the_start_makes_the_fit_native() -> None:
+    shadow = lambda: [Shadow("_make_zero_grad_fn", nothing_is_zeroed, 0)]  # noqa: E731
+    _, replay = run_both(lambda: Learner(mlp()), callbacks=shadow)
+
+    assert replay.trace is not None
+    assert replay.trace.report.reasons == {Reason.UNKNOWN_CONTRACT: STEPS}
+
+
+def test_a_closure_that_is_shadowed_later_is_exact_all_the_same() -> None:
+    shadow = lambda: [Shadow("_make_zero_grad_fn", nothing_is_zeroed, 5)]  # noqa: E731
+    trace = check_replayed(lambda: Learner(mlp()), callbacks=shadow)
+
+    check_counts(trace, (2, 2, 0))
+
+
+class ScalesTheLoss(Precision):
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        return super().pre_backward(tensor * 3, module)
+
+
+class CastsAround(MixedPrecision):
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        with super().forward_context():
+            yield
+
+
+class ScalesGradients(Precision):
+    """Changes gradients while the strategy's backward has not ended."""
+
+    def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().backward(tensor, model, optimizer, *args, **kwargs)
+        for parameter in model.parameters():
+            parameter.grad.mul_(3)
+
+
+def run_plugin(make_plugin: Any) -> TraceResult:
+    arms = [
+        Arm(lambda: Learner(mlp()), batches(), strategy, plugins=[make_plugin()], precision=None)
+        for strategy in ("auto", tape())
+    ]
+    assert arms[0].error is arms[1].error is None, (arms[0].error, arms[1].error)
+    assert arms[0].trace is not None
+    assert arms[1].trace is not None
+    assert unequal(arms[0].trace, arms[1].trace) == []
+    return arms[1].trace
+
+
+@pytest.mark.parametrize(
+    "make_plugin", [ScalesTheLoss, lambda: CastsAround("bf16-mixed", "cpu")], ids=["loss", "casts"]
+)
+def test_own_precision_plugin(make_plugin: Any) -> None:
+    trace = run_plugin(make_plugin)
+
+    assert trace.actions == script(STEPS)
+    check_counts(trace, USUAL)
+
+
+def test_own_backward_of_the_precision_plugin_makes_the_fit_native() -> None:
+    report = run_plugin(ScalesGradients).report
+
+    assert report.reasons == {Reason.OVERRIDDEN_BACKWARD: STEPS}
+    assert "ScalesGradients.backward" in report.messages[Reason.OVERRIDDEN_BACKWARD]
+
+
+def test_a_method_of_the_precision_plugin_is_hidden() -> None:
+    class Hide(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            plugin = trainer.precision_plugin
+            native = plugin.backward
+            plugin.backward = lambda loss, *args, **kwargs: native(loss * 2, *args, **kwargs)
+
+    _, replay = run_both(lambda: Learner(mlp()), callbacks=lambda: [Hide()])
+
+    assert replay.trace is not None
+    assert replay.trace.report.reasons == {Reason.UNKNOWN_CONTRACT: STEPS}
+
+
+# -- parameter groups and forwards that a closure does not know
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_parameter_that_leaves_its_group(window: int) -> None:
+    """Nobody zeroes its gradient any more, so it grows; the others are zeroed as before."""
+
+    def leave(module: Any) -> None:
+        module.optimizers().param_groups[0]["params"].pop()
+
+    trace = check_replayed(
+        lambda: Learner(mlp(), events={4: leave}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
+        steps=9,
+        accumulate_grad_batches=window,
+    )
+
+    check_counts(trace, (2, 4, 0) if window == 1 else (1, 5, 0))
+    assert trace.gradients[-1]["net.4.bias"] is not None
+
+
+class ForwardsOutside(Callback):
+    """Calls the network, in training mode, outside of `training_step`, and differentiates it once."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.net(batch[0])
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        with torch.no_grad():
+            pl_module.net(torch.ones(4, 6))
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net(torch.ones(3, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_forwards_outside_of_the_closure(window: int) -> None:
+    trace = check_replayed(
+        lambda: Learner(mlp()), callbacks=lambda: [ForwardsOutside()], accumulate_grad_batches=window
+    )
+
+    check_counts(trace, expected_counts(STEPS, window))
+
+
+class BackwardBeforeZero(Callback):
+    """Adds to the gradients of the last step when they are about to be zeroed, with a forward pass in between."""
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.net(torch.ones(3, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_backward_while_a_replayed_one_is_waiting(in_place: bool) -> None:
+    trace = check_replayed(lambda: Learner(mlp(), in_place=in_place), callbacks=lambda: [BackwardBeforeZero()])
+
+    check_counts(trace, ALL_ADDED if in_place else USUAL)
+
+
+def test_a_custom_objective() -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss = classify(module, batch, batch_idx)
+        return loss.square() + 0.1 * loss.detach() * loss
+
+    check_counts(check_replayed(lambda: Learner(mlp(), step)), USUAL)
