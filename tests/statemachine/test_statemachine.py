@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""A short run of the state machine; `python -m tests.statemachine` makes long ones."""
+
+import pytest
+
+from tests.statemachine.machine import run
+from tests.statemachine.world import EVENTS, World
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_without_events_all_is_replayed() -> None:
+    world = World()
+    try:
+        world.train(6)
+        assert world.replay.actions == {"native": 1, "record": 1, "replay": 4}
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_one_event_between_replays(name: str) -> None:
+    for choice in range(6):
+        world = World(seed=choice)
+        try:
+            world.train(4)
+            EVENTS[name](world, choice)
+            world.train(4)
+            EVENTS[name](world, choice + 1)
+            world.train(3)
+        finally:
+            world.close()
+
+
+def test_random_sequences() -> None:
+    totals = run(sequences=25, events=30, start=0)
+
+    assert totals.actions["replay"] > totals.steps / 4, totals.as_dict()
+    assert totals.actions["record"] > 25
