@@ -18,7 +18,7 @@ def counts(trace: TraceResult) -> Counts:
 
 def check_counts(trace: TraceResult, expected: Counts) -> None:
     """Asserts how often gradients were published, added and given fresh memory."""
-    assert counts(trace) == expected, f"published, added, copied; {trace.actions}"
+    assert counts(trace) == expected, f"published, added, copied: {counts(trace)}; {trace.actions}"
 
 
 def expected_counts(steps: int, window: int = 1, in_place: bool = False, *, first: int = FIRST_REPLAY) -> Counts:
