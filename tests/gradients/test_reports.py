@@ -15,8 +15,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
-from lightning_replay.gradients import GradientBuffers, Publication
 from tests.gradients.counting import check_counts, expected_counts
+from tests.gradients.mutants import take_away
 from tests.helpers.bits import same_bits
 from tests.parity.harness import CLASSES, FEATURES, Arm, Learner, batches, check_replayed, mlp, script, tape
 
@@ -25,34 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 Remove = Callable[[str], None]
 
 
-# -- the protections, taken away
-
-
-def _bind_pool(publication: Publication) -> None:
-    """The backward graph's own memory becomes `.grad`, as AccumulateGrad makes it when handed a static buffer."""
-    for position, source in zip(publication.positions, publication.sources, strict=True):
-        publication.buffers.parameters[position].grad = source
-
-
-def _ignore_live(publication: Publication) -> bool:
-    """Publishes over a live `.grad`."""
-    return True
-
-
-def _ignore_kept(buffers: GradientBuffers, positions: Any) -> bool:
-    """Takes every buffer whose `.grad` is None for free, whoever keeps it."""
-    return False
-
-
 @pytest.fixture
 def remove(monkeypatch: pytest.MonkeyPatch) -> Remove:
     """Takes one protection away for the rest of a test."""
-    ways = {
-        "gradients outside of the pool": (Publication, "publish", _bind_pool),
-        "adding to what lives": (Publication, "is_possible", _ignore_live),
-        "leaving what is kept": (GradientBuffers, "held", _ignore_kept),
-    }
-    return lambda protection: monkeypatch.setattr(*ways[protection])
+    return lambda protection: take_away(protection, monkeypatch)
 
 
 def damage(protected: bool, what: str = "gradients") -> AbstractContextManager[Any]:

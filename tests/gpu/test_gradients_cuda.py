@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Accumulated gradients from CUDA graphs: native's bits in every precision, however they are zeroed and clipped."""
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightning_replay import ReplayStrategy
+from tests.gradients.counting import check_counts, expected_counts
+from tests.gradients.test_matrix import CLIPPING
+from tests.helpers.bits import same_bits
+from tests.helpers.trace import TraceResult
+from tests.parity.harness import WARM_UP, Learner, check_replayed, classify, mlp, script
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
+
+
+def check(make: Any, data: Any = None, **options: Any) -> TraceResult:
+    """As on the tape, with CUDA graphs."""
+    strategy = ReplayStrategy(warmup_steps=WARM_UP, on_native="ignore")
+    return check_replayed(make, data, strategy=strategy, accelerator="gpu", **options)
+
+
+@pytest.mark.parametrize("clip", CLIPPING)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("in_place", [False, True], ids=["to None", "in place"])
+@pytest.mark.parametrize("window", [1, 2, 4, 8])
+def test_matrix(window: int, in_place: bool, precision: str, clip: str) -> None:
+    steps = 2 * window + 3  # the last window is a partial one
+
+    trace = check(
+        lambda: Learner(mlp(), in_place=in_place),
+        steps=steps,
+        precision=precision,
+        accumulate_grad_batches=window,
+        **CLIPPING[clip],
+    )
+
+    check_counts(trace, expected_counts(steps, window, in_place))
+
+
+@pytest.mark.parametrize("clip", CLIPPING)
+@pytest.mark.parametrize("in_place", [False, True], ids=["to None", "in place"])
+@pytest.mark.parametrize("position", range(4))
+def test_overflow_within_a_window(position: int, in_place: bool, clip: str) -> None:
+    """One of four micro-batches overflows: the scaler skips the update, scales less, and goes on."""
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss = classify(module, batch, batch_idx)
+        return loss * float("inf") if batch_idx == 4 + position else loss
+
+    trace = check(
+        lambda: Learner(mlp(), step, in_place=in_place),
+        steps=16,
+        precision="16-mixed",
+        accumulate_grad_batches=4,
+        **CLIPPING[clip],
+    )
+
+    assert trace.scaler is not None
+    assert trace.scaler["scale"] < 2.0**16
+    check_counts(trace, expected_counts(16, 4, in_place))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_no_loss_on_a_micro_batch(precision: str) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Any:
+        loss = classify(module, batch, batch_idx)
+        return None if batch_idx == 5 else loss
+
+    trace = check(lambda: Learner(mlp(), step), steps=12, precision=precision, accumulate_grad_batches=4)
+
+    published, added, copied = expected_counts(12, 4)
+    check_counts(trace, (published, added - 1, copied))
+
+
+class KeepGradients(Callback):
+    """Keeps gradients without copying them, and remembers what they were."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step % 3 == 0:
+            self.kept += [(p.grad, p.grad.clone()) for p in pl_module.parameters()]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert all(same_bits(kept, then) for kept, then in self.kept)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_kept_gradients(precision: str) -> None:
+    trace = check(
+        lambda: Learner(mlp()),
+        actions=script(10),
+        callbacks=lambda: [KeepGradients()],
+        steps=10,
+        precision=precision,
+        gradient_clip_val=None,
+    )
+
+    assert trace.report.gradients_copied > 0
