@@ -29,7 +29,15 @@ from lightning_replay.engine import tree
 from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.interposition import interposed
 from lightning_replay.engine.layout import clone_exactly
-from lightning_replay.engine.recording import Call, Recorder, Recording, Reference, check_outputs, take_apart
+from lightning_replay.engine.recording import (
+    Call,
+    Recorder,
+    Recording,
+    Reference,
+    check_outputs,
+    sequence_number,
+    take_apart,
+)
 from lightning_replay.engine.snapshot import Snapshot
 from lightning_replay.engine.standins import stand_ins
 from lightning_replay.errors import CaptureError, NotReplayedError
@@ -77,6 +85,9 @@ class Sample:
         after: The same at exit.
         outputs: Copies of its outputs.
         cotangents: Copies of the gradients that its outputs received.
+        edges: For each output its place in the autograd graph.
+        numbers: Sequence numbers of the call's own autograd nodes.
+        unreached: Outputs that nothing outside of the call leads a gradient to.
     """
 
     region: Region
@@ -89,6 +100,28 @@ class Sample:
     outputs: list[Tensor]
     differentiable: list[bool]
     cotangents: list[Tensor | None]
+    edges: list[tuple[Any, int]]
+    numbers: range
+    unreached: list[int] = field(default_factory=list)
+
+    def keep_outer_cotangents(self, loss: Tensor) -> None:
+        """Drops the gradients of outputs that only other outputs of the call are made from."""
+        reached = {(loss.grad_fn, loss.output_nr)}
+        pending = [loss.grad_fn] if loss.grad_fn is not None else []
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            inner = node._sequence_nr() in self.numbers
+            for edge in node.next_functions:
+                if edge[0] is None:
+                    continue
+                if not inner:
+                    reached.add(edge)
+                if edge[0] not in seen:
+                    seen.add(edge[0])
+                    pending.append(edge[0])
+        self.unreached = [position for position, edge in enumerate(self.edges) if edge not in reached]
+        self.edges = []
 
 
 @dataclass(eq=False)
@@ -111,6 +144,14 @@ class PendingCall:
     done: bool = False
     gradients: list[Tensor | None] = field(default_factory=list)
     recomputed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NativePart:
+    """One contribution of a native operation to a parameter's gradient."""
+
+    parameter: Parameter
+    gradient: Tensor
 
 
 class ReplayFunction(torch.autograd.Function):
@@ -162,7 +203,7 @@ class Runner:
         self._counts = True
         self._samples: list[Sample] = []
         self._roots: list[tuple[Region, Any]] = []
-        self._arrived: list[PendingCall] = []
+        self._arrived: list[PendingCall | NativePart] = []
         self.recordings: list[RecordingStats] = []
         self._step: Counter[Action] = Counter()
         self._to_split: list[Region] = []
@@ -372,8 +413,10 @@ class Runner:
         versions = [t._version for t in tensors]
         before = Snapshot(self._backend, state.buffers if recording else {})
         traced = decision.trace and not _is_compiled(region.module)
+        first_number = sequence_number()
         with Tracer(region.name) if traced else contextlib.nullcontext() as tracer:
             result = self._run_natively(region, args, kwargs)
+        numbers = range(first_number, sequence_number())
         if region.refusal is not None:  # its own code did something that refuses it, such as logging
             return result
         if tracer is not None:
@@ -409,6 +452,8 @@ class Runner:
                 outputs=[clone_exactly(output) for output in outputs],
                 differentiable=[output.requires_grad for output in outputs],
                 cotangents=[None] * len(outputs),
+                edges=[(output.grad_fn, output.output_nr) for output in outputs],
+                numbers=numbers,
             )
             self._samples.append(sample)
         for position, output in enumerate(outputs):
@@ -483,6 +528,10 @@ class Runner:
             loss: The tensor that is differentiated.
         """
         outside = self._outside_uses(loss)
+        for sample in self._samples:
+            sample.keep_outer_cotangents(loss)
+        # A parameter gets native gradients only where the walk met it, or below an observed call.
+        hooks = self._collect_native_parts(loss) if outside or self._roots else []
         before = {p: p.grad for p in outside}
         for parameter in before:
             parameter.grad = None
@@ -490,8 +539,14 @@ class Runner:
         try:
             yield
             self._settle(before)
+        except Exception:  # what has been differentiated until then has its gradients, as in native
+            with contextlib.suppress(NotReplayedError):
+                self._settle(before)
+            raise
         finally:
             self._in_backward = False
+            for hook in hooks:
+                hook.remove()
             for parameter, gradient in before.items():
                 if gradient is not None and parameter.grad is not gradient:
                     if parameter.grad is not None:
@@ -538,6 +593,57 @@ class Runner:
                     seen.add(following)
                     pending.append(following)
         return [parameter for parameter in dict.fromkeys(shared) if id(parameter) in replayed]
+
+    def _collect_native_parts(self, loss: Tensor) -> list[Any]:
+        """Collects native contributions to parameters that replayed calls contribute to as well, in order of arrival.
+
+        Two parts of a sum may be swapped, three may not: there the order in which autograd adds them counts.
+
+        Returns:
+            Handles of the hooks that collect them.
+        """
+        replayed: Counter[int] = Counter()
+        native: dict[int, list[tuple[Any, int, Parameter]]] = {}
+        pending = [loss.grad_fn] if loss.grad_fn is not None else []
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            replays = isinstance(node, ReplayFunction._backward_cls)
+            if replays:
+                call: PendingCall = node.pending  # type: ignore[attr-defined]
+                publication = call.engaged.publication
+                hooked = set(map(id, call.hooked))
+                replayed.update(
+                    key
+                    for key in (id(publication.buffers.parameters[i]) for i in publication.positions)
+                    if key not in hooked
+                )
+            for index, (following, _) in enumerate(node.next_functions):
+                if following is None:
+                    continue
+                variable = getattr(following, "variable", None)
+                if variable is not None:
+                    if not replays:
+                        native.setdefault(id(variable), []).append((node, index, variable))
+                elif following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+        mixed = [key for key, count in replayed.items() if key in native and count + len(native[key]) > 2]
+        places: dict[Any, dict[int, Parameter]] = {}
+        for key in mixed:
+            for node, index, parameter in native[key]:
+                places.setdefault(node, {})[index] = parameter
+        return [node.register_hook(partial(self._take_native_parts, places)) for node, places in places.items()]
+
+    def _take_native_parts(
+        self, places: dict[int, Parameter], gradients: tuple[Tensor | None, ...], _: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Keeps contributions of a native operation from autograd, to be added in their turn."""
+        for index, parameter in places.items():
+            gradient = gradients[index]
+            if gradient is not None:
+                self._arrived.append(NativePart(parameter, gradient))
+        return tuple(None if index in places else gradient for index, gradient in enumerate(gradients))
 
     def _differentiate(self, pending: PendingCall, cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Replays the backward of a call; called by autograd.
@@ -615,11 +721,11 @@ class Runner:
 
     def _settle(self, shared: dict[Parameter, Tensor | None]) -> None:
         """Hands the gradients of all calls of the step over to the parameters."""
-        arrived = self._arrived
+        arrived, self._arrived = self._arrived, []
         if not arrived:
             return
-        if len(arrived) == 1 and not shared and not arrived[0].recomputed:
-            pending = arrived[0]
+        pending = arrived[0]
+        if len(arrived) == 1 and not shared and isinstance(pending, PendingCall) and not pending.recomputed:
             publication = pending.engaged.publication
             if pending.gradients is pending.engaged.recording.gradients and publication.is_possible():
                 try:
@@ -633,6 +739,9 @@ class Runner:
         several: dict[Parameter, Region] = {}
         owners: dict[Parameter, tuple[GradientBuffers, int]] = {}
         for pending in arrived:
+            if isinstance(pending, NativePart):
+                contributions.setdefault(pending.parameter, []).append(pending.gradient)
+                continue
             buffers = pending.engaged.publication.buffers
             recording = pending.engaged.recording
             for position, gradient in enumerate(pending.gradients):
@@ -656,9 +765,10 @@ class Runner:
     def _record(self, sample: Sample) -> None:
         """Makes a sample into a recording, or refuses its region. Leaves no trace either way."""
         region = sample.region
-        assert region.state is not None
-        if sample.slot.is_pending():
+        if region.state is None or sample.slot.is_pending():  # retired since, by another call of the same step
             return
+        for position in sample.unreached:
+            sample.cotangents[position] = None
         started = time.perf_counter()
         present = Snapshot(self._backend, region.state.buffers)
         weights = Snapshot(self._backend, region.state.parameters)
@@ -741,7 +851,8 @@ class Runner:
             verdict = Verdict("off")
             if self._certify != "off":
                 verdict = self._try_replay(sample, recording, first, lambda: run_native(watch=False)[1], trainable)
-        publication = Publication(self._backend, recording.pool, region.buffers, recording.gradients)
+        with _keeping([buffer for buffer in region.buffers.buffers if buffer is not None]):
+            publication = Publication(self._backend, recording.pool, region.buffers, recording.gradients)
         stats = RecordingStats(region.name, sample.signature, 0.0, recording.pool.bytes(), verdict.equal)
         step = self._dispatcher.step
         trace = inspector.trace if inspects else None
@@ -842,6 +953,18 @@ class Runner:
             region.slots.clear()
         self.regions.clear()
         self._backend.close()
+
+
+@contextlib.contextmanager
+def _keeping(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Puts the values of gradient buffers back: another recording's may be bound to parameters, or kept by the user."""
+    values = [clone_exactly(tensor) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.data.copy_(value)
 
 
 def _make_region(name: str, module: Module) -> Region:

@@ -271,7 +271,7 @@ class Recorder:
 
         def run() -> Reference:
             leaves = self._call.leaves()
-            marker = _sequence_number()
+            marker = sequence_number()
             before_forward()
             made = self._call(leaves)
             after_forward()
@@ -400,7 +400,7 @@ class Recorder:
         )
 
 
-def _sequence_number() -> int:
+def sequence_number() -> int:
     """Returns the autograd sequence number of a node made just now in this thread."""
     with torch.enable_grad():
         node = torch.empty(0, requires_grad=True).view(0).grad_fn

@@ -5,7 +5,7 @@
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -82,7 +82,7 @@ class ModuleState:
         self._members = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
         self._member_names = [tuple(d) for d in self._members]
         self._member_values = list(chain.from_iterable(d.values() for d in self._members))
-        reads = find_reads(set(self._classes))
+        reads = find_reads(set(self._classes), *_held_code(self._modules))
         self._reads = None if every_attribute else reads.names
         self._variables = reads.variables
         self._dicts = [module.__dict__ for module in self._modules]
@@ -225,6 +225,28 @@ class ModuleState:
                 return self._finding(path, "the contents as recorded", "other contents")
         self._prepare_attributes()  # equal values in new objects, or an attribute that nothing reads
         return None
+
+
+def _held_code(modules: Sequence[Module]) -> tuple[set[type], set[FunctionType]]:
+    """Returns the classes of the objects, and the functions, that modules hold: their code may run in a forward pass."""
+    types: set[type] = set()
+    functions: set[FunctionType] = set()
+    pending = [(v, 0) for m in modules for k, v in m.__dict__.items() if k not in _TORCH_OWN and not is_interposed(v)]
+    seen: set[int] = set()
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, functools.partial):
+            pending += [(item, depth) for item in (value.func, *value.args, *value.keywords.values())]
+        value = getattr(value, "__func__", value)
+        if isinstance(value, FunctionType):
+            functions.add(value)
+        if depth > MAX_DEPTH or id(value) in seen or not _is_container(value):
+            continue
+        seen.add(id(value))
+        if not isinstance(value, _CONTAINERS):
+            types.add(type(value))
+        pending += [(item, depth + 1) for item in _items(value, None)]
+    return types, functions
 
 
 def _only(name: str) -> Callable[[dict[str, Any]], tuple[Any, ...]]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch.nn import Module
 
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "eval", "exec", "hasattr", "attrgetter", "__getattribute__"})
-_LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "numpy", "math", "builtins"})
+_LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_replay", "numpy", "math", "builtins"})
 
 
 @dataclass(frozen=True)
@@ -31,30 +31,44 @@ class Reads:
     variables: tuple[tuple[str, Callable[[], Any]], ...]
 
 
-def find_reads(classes: Iterable[type]) -> Reads:
+_Variables = dict[Any, tuple[str, Callable[[], Any]]]
+
+
+def find_reads(classes: Iterable[type], types: Iterable[type] = (), functions: Iterable[FunctionType] = ()) -> Reads:
     """Returns what the forward passes of these module classes may read.
 
     Methods and properties reachable by name from a forward pass, and Python functions it refers to by a global name,
     are followed; the code of torch and Lightning is trusted to read nothing that changes. The names are an upper bound:
     a name counts wherever it appears.
+
+    Args:
+        classes: The classes of the modules.
+        types: Classes of objects that the modules hold; their methods may be called.
+        functions: Functions that the modules hold.
     """
     names: set[str] | None = set()
-    variables: dict[Any, tuple[str, Callable[[], Any]]] = {}
-    for cls in classes:
-        found = _reads_of_class(cls)
-        names = None if names is None or found.names is None else names | found.names
-        variables |= {name: (name, getter) for name, getter in found.variables}
+    variables: _Variables = {}
+    others = tuple(sorted(set(types), key=id))
+    starts = [(cls, None) for cls in classes] + [(Module, function) for function in functions]
+    for cls, function in starts:
+        found, more = _reads_of(cls, function, others)
+        names = None if names is None or found is None else names | found
+        variables |= more
     return Reads(None if names is None else frozenset(names), tuple(variables.values()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _reads_of_class(cls: type) -> Reads:
+def _reads_of(
+    cls: type, start: FunctionType | None, others: tuple[type, ...]
+) -> tuple[frozenset[str] | None, _Variables]:
     names: set[str] = set()
     dynamic = False
-    variables: dict[str, Callable[[], Any]] = {}
-    pending = _definitions(cls, "forward")
-    if cls.__call__ is not Module.__call__:
+    variables: _Variables = {}
+    pending: list[Any] = [start] if start is not None else _definitions(cls, "forward")
+    if start is None and cls.__call__ is not Module.__call__:
         pending += _definitions(cls, "__call__")
+    for other in others:
+        pending += _definitions(other, "__call__")
     done: set[FunctionType] = set()
     while pending:
         item = pending.pop()
@@ -71,28 +85,42 @@ def _reads_of_class(cls: type) -> Reads:
             dynamic |= not library and not _DYNAMIC.isdisjoint(code.co_names)
             names.update(code.co_names)
             for name in code.co_names:
-                pending += _definitions(cls, name)
+                for owner in (cls, *others):
+                    pending += _definitions(owner, name)
                 if name in function.__globals__:
                     pending.append(function.__globals__[name])
             if not library:
                 variables.update(_variables(function, code))
-    return Reads(None if dynamic else frozenset(names), tuple(variables.items()))
+    for owner in (cls, *others):
+        variables.update(_class_members(owner, names))
+    return None if dynamic else frozenset(names), variables
 
 
-def _variables(function: FunctionType, code: CodeType) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _variables(function: FunctionType, code: CodeType) -> Iterator[tuple[Any, tuple[str, Callable[[], Any]]]]:
     """Yields the global variables a code object names, those of modules and classes it names, and closure variables."""
     where = function.__module__
     for name in code.co_names:
         if name not in function.__globals__:
             continue
         value = function.__globals__[name]
-        yield f"{where}.{name}", functools.partial(function.__globals__.get, name)
+        yield (id(function.__globals__), name), (f"{where}.{name}", functools.partial(function.__globals__.get, name))
         if isinstance(value, (ModuleType, type)) and value.__name__.split(".")[0] not in _LIBRARIES:
             for inner in code.co_names:
                 if inner in vars(value):
-                    yield f"{where}.{name}.{inner}", functools.partial(vars(value).get, inner)
+                    path = f"{where}.{name}.{inner}"
+                    yield (id(value), inner), (path, functools.partial(vars(value).get, inner))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield f"{function.__qualname__}.<{name}>", functools.partial(_contents, cell)
+        yield id(cell), (f"{function.__qualname__}.<{name}>", functools.partial(_contents, cell))
+
+
+def _class_members(cls: type, names: Iterable[str]) -> Iterator[tuple[Any, tuple[str, Callable[[], Any]]]]:
+    """Yields what classes of a user's own hold under names that are read: class attributes and methods."""
+    bases = [base for base in cls.__mro__ if (base.__module__ or "").split(".")[0] not in _LIBRARIES]
+    for name in names:
+        if any(name in base.__dict__ for base in bases):
+            for base in bases:
+                path = f"{base.__module__}.{base.__qualname__}.{name}"
+                yield (id(base), name), (path, functools.partial(vars(base).get, name))
 
 
 def _contents(cell: CellType) -> Any:

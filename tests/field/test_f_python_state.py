@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+
+"""F. Python state, control flow, signatures and host data that a recording would freeze."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_replay import Reason
+from tests.field.conftest import Field
+from tests.parity.harness import CLASSES, FEATURES, STEPS, WARM_UP, Learner, batches, loader, mlp, script
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(CLASSES, CLASSES)
+
+    def encode(self, inputs: Tensor) -> Tensor:
+        return self.body(inputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.encode(inputs))
+
+
+def test_f16_forward_called_by_name(field: Field) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(module.net.forward(batch[0]), batch[1])
+
+    trace = field.both(lambda: Learner(Encoder(), step))
+
+    assert trace.report.steps_replayed or Reason.NO_REGION in trace.report.reasons
+
+
+def test_f16_another_entry_point(field: Field) -> None:
+    """What it calls is recorded instead, and the report names that."""
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(module.net.encode(batch[0]), batch[1])
+
+    trace = field.replayed(lambda: Learner(Encoder(), step))
+
+    assert [recording.region for recording in trace.report.recordings] == ["net.body"]
+
+
+def test_f16_a_step_without_modules_says_so(field: Field) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(F.linear(batch[0], module.net[4].weight[:, :FEATURES]), batch[1])
+
+    trace = field.both(lambda: Learner(mlp(), step))
+
+    assert trace.report.reasons == {Reason.NO_REGION: STEPS}
+
+
+def test_f16_one_strategy_for_several_fits(field: Field) -> None:
+    from lightning.pytorch import Trainer
+
+    strategy = field.strategy()
+    first, second = Learner(mlp()), Learner(Encoder())
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    for module in (first, first, second):
+        before = strategy.report().steps_replayed
+        trainer = Trainer(accelerator=field.accelerator, devices=1, max_epochs=1, strategy=strategy, **quiet)
+        trainer.fit(module, loader(batches(), 6)[0])
+        assert strategy.report().steps_replayed - before == 6 - WARM_UP - 1
+        assert "forward" not in module.net.__dict__
+    assert first.net.forward.__func__ is nn.Sequential.forward
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...]
+    attentions: Tensor | None = None
+
+
+class Structured(nn.Module):
+    """Takes and gives what a model of the zoo takes and gives."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+        self.net = mlp(0.0)
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        first, (second, nothing) = batch["meta"]
+        assert nothing is None
+        hidden = batch["img"] + first * second
+        return self.kind(logits=self.net(hidden), hidden_states=(hidden, hidden * 2), attentions=None)
+
+
+@pytest.mark.parametrize("kind", [Output, OrderedDict])
+def test_f17_nested_arguments_and_results(field: Field, kind: Any) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        out = module.net({"img": inputs, "meta": [inputs * 0.1, (inputs + batch_idx, None)]})
+        assert type(out) is kind
+        found = out if kind is OrderedDict else vars(out)
+        assert list(found) == ["logits", "hidden_states", "attentions"]
+        assert found["attentions"] is None
+        assert type(found["hidden_states"]) is tuple
+        return F.cross_entropy(found["logits"], labels) + found["hidden_states"][1].mean() * 0.0
+
+    field.replayed(lambda: Learner(Structured(kind), step))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs: Tensor, mask: Any = None, return_attention: bool = False, scale: float = 1.0) -> Any:
+        hidden = inputs * scale if mask is None else inputs * scale * mask
+        return (self.net(hidden), hidden) if return_attention else self.net(hidden)
+
+
+def test_f18_keyword_arguments_of_changing_kind(field: Field) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        mask = None if batch_idx % 3 == 0 else (batch[0] > 0).float()
+        out = module.net(batch[0], mask=mask, return_attention=batch_idx % 2 == 0, scale=0.5)
+        logits = out[0] if batch_idx % 2 == 0 else out
+        return F.cross_entropy(logits, batch[1])
+
+    trace = field.both(lambda: Learner(Masked(), step), steps=24)
+
+    assert len(trace.report.recordings) == 4
+    assert trace.actions[-6:] == ["replay"] * 6
+
+
+class LooksAtMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None and bool((mask == 1).all()):
+            mask = None
+        return self.net(inputs if mask is None else inputs * mask)
+
+
+def test_f19_a_branch_on_the_contents_of_a_mask(field: Field) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        mask = torch.ones_like(batch[0])
+        mask[:, batch_idx % 2 * 3 :] = 0 if batch_idx % 2 else 1
+        return F.cross_entropy(module.net(batch[0], mask), batch[1])
+
+    trace = field.native(lambda: Learner(LooksAtMask(), step), Reason.HOST_SYNC, steps=10)
+
+    assert {recording.region for recording in trace.report.recordings} <= {"net.net"}
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.embed = nn.Linear(FEATURES, 8)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.embed(inputs)
+        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1], device=inputs.device)
+        return self.head(self.decoder(hidden, hidden, tgt_mask=mask).mean(1))
+
+
+class PaddedEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.embed = nn.Linear(FEATURES, 8)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        padding = torch.zeros(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+        padding[:, -1] = True
+        return self.head(self.encoder(self.embed(inputs), src_key_padding_mask=padding).nan_to_num().mean(1))
+
+
+class Validated(Learner):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("net", [Decoder, PaddedEncoder])
+def test_f20_stock_transformers_with_masks(field: Field, net: Any) -> None:
+    def data() -> Any:
+        return loader(batches(4, FEATURES), 5)[0], loader(batches(4, FEATURES, seed=1), 2)[0]
+
+    trace = field.both(lambda: Validated(net()), data, max_epochs=2)
+
+    if net is Decoder:
+        assert "net" not in {recording.region for recording in trace.report.recordings}
+        assert Reason.HOST_SYNC in trace.report.reasons
+    assert "replay" in trace.actions
+
+
+class HostScalars(nn.Module):
+    """Multiplies with CPU scalars: a constant of its own, or a buffer that was left on the CPU."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.kind = kind
+        self.half = torch.tensor(0.5)
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.kind == "constant":
+            return self.net(inputs * torch.tensor(0.5))
+        if self.kind == "attribute":
+            return self.net(inputs * self.half)
+        if inputs.sum().item() > 1e9:
+            print("a debug print")
+        return self.net(inputs)
+
+
+@pytest.mark.parametrize("kind", ["constant", "attribute", "read"])
+def test_f21_scalars_on_the_host(field: Field, kind: str) -> None:
+    trace = field.both(lambda: Learner(HostScalars(kind)), steps=8)
+
+    reasons = set(trace.report.reasons)
+    if kind == "read":
+        assert Reason.HOST_SYNC in reasons
+    elif field.on_gpu:
+        assert "replay" in trace.actions or Reason.HOST_TENSOR in reasons
+    else:  # a CPU tensor is no stranger on the CPU
+        assert trace.actions == script(8)
+
+
+class MaskedLayer(nn.Linear):
+    """Prunes its weight in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES)
+        self.register_buffer("mask", (torch.arange(FEATURES * CLASSES).view(CLASSES, FEATURES) % 3 != 0).float())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.weight.data *= self.mask
+        return super().forward(inputs)
+
+
+def test_f22_weights_pruned_in_the_forward(field: Field) -> None:
+    trace = field.native(
+        lambda: Learner(MaskedLayer(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
+        Reason.PARAMETER_WRITTEN,
+        steps=20,
+    )
+
+    assert trace.report.steps_replayed == 0
