@@ -52,6 +52,7 @@ class GradientBuffers:
         # Also keeps the memory alive, whatever becomes of the buffer: recorded copies write there.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._handles: dict[int, int] = {}
+        self._expected: dict[tuple[int, ...], list[list[int]]] = {}
         self._alone: dict[int, tuple[int, ...]] = {}
 
     def provide(self, positions: Iterable[int]) -> None:
@@ -62,6 +63,7 @@ class GradientBuffers:
                 self._storages[i] = self.at(i).untyped_storage()
                 self._handles[i] = self._storages[i]._cdata
                 self._alone[i] = self._count(i)
+                self._expected.clear()
 
     def _count(self, position: int) -> tuple[int, ...]:
         return next(zip(*self._references([self.buffers[position]], [position]), strict=True))
@@ -84,6 +86,7 @@ class GradientBuffers:
     def _expect(self, positions: Sequence[int], added: Sequence[tuple[int, ...]], sign: int) -> None:
         for i, more in zip(positions, added, strict=True):
             self._alone[i] = tuple(count + sign * change for count, change in zip(self._alone[i], more, strict=True))
+        self._expected.clear()
 
     def at(self, position: int) -> Tensor:
         """Returns the buffer at a position."""
@@ -107,9 +110,12 @@ class GradientBuffers:
 
     def held(self, positions: Sequence[int]) -> bool:
         """Tells whether anyone but this object refers to any of these buffers or their memory."""
+        positions = tuple(positions)
+        if (alone := self._expected.get(positions)) is None:
+            alone = list(map(list, zip(*(self._alone[i] for i in positions), strict=True)))
+            self._expected[positions] = alone
         buffers = [self.buffers[i] for i in positions]
-        counts = zip(*self._references(buffers, positions), strict=True)
-        return any(now != alone for now, alone in zip(counts, map(self._alone.get, positions), strict=True))
+        return any(list(now) != then for now, then in zip(self._references(buffers, positions), alone, strict=False))
 
     def is_held(self, position: int) -> bool:
         """Tells whether anyone but this object refers to one buffer or its memory. `.grad` counts, if bound."""
@@ -129,7 +135,7 @@ class Publication:
     def __init__(
         self, backend: GraphBackend, pool: Pool, buffers: GradientBuffers, gradients: Sequence[Tensor | None]
     ) -> None:
-        self.positions = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        self.positions = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
         self.sources = [gradient for gradient in gradients if gradient is not None]
         self.buffers = buffers
         buffers.provide(self.positions)

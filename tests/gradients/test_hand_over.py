@@ -24,7 +24,7 @@ def make(count: int = 3) -> tuple[list[nn.Parameter], list[Any], GradientBuffers
 
 def test_published() -> None:
     parameters, gradients, buffers, publication = make()
-    assert publication.positions == [0, 2]
+    assert publication.positions == (0, 2)
     assert publication.is_possible()
 
     publication.publish()
