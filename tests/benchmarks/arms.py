@@ -33,6 +33,12 @@ def replay_no_norm(backend: str, precision: str) -> Arm:
     return ReplayStrategy(backend=backend, on_native="ignore", capture_gradient_norm=False), [], []
 
 
+def replay_cloned(backend: str, precision: str) -> Arm:
+    """Steps are replayed, and every live gradient is copied away before each forward pass, which nothing needs."""
+    strategy, callbacks, plugins = replay(backend, precision)
+    return strategy, [*callbacks, CloneGradients()], plugins
+
+
 def norm_only(backend: str, precision: str) -> Arm:
     """Steps are native, clipping is replayed."""
     from lightning_replay import ReplayPrecision
@@ -52,10 +58,20 @@ ARMS: dict[str, Callable[[str, str], Arm]] = {
     "replay_no_norm": replay_no_norm,
     "replay_no_clip": replay,
     "norm_only": norm_only,
+    "replay_cloned": replay_cloned,
 }
 USUAL_ARMS = ("native", "replay", "graphed_callables")
 UNCLIPPED_ARMS = frozenset({"replay_no_clip"})
 NORM_ARMS = frozenset({"replay", "norm_only"})
+
+
+class CloneGradients(Callback):
+    """Moves each live gradient into a tensor of its own, one by one."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
 
 class GraphedCallables(Callback):

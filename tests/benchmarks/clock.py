@@ -24,7 +24,7 @@ class StepClock(Callback):
         self.skip, self.window = skip, window
         self.windows_ms: list[float] = []
         self.actions: list[str | None] = []
-        self.last_loss: torch.Tensor | None = None
+        self.losses: list[torch.Tensor] = []
         self.peaks: dict[str, int] = {}
         self._started = 0.0
 
@@ -33,7 +33,7 @@ class StepClock(Callback):
     ) -> None:
         action = getattr(trainer.strategy, "last_action", None)
         self.actions.append(None if action is None else str(getattr(action, "value", action)))
-        self.last_loss = outputs["loss"]
+        self.losses.append(outputs["loss"])
         steps = len(self.actions) - self.skip
         if steps < 0 or steps % self.window:
             return
@@ -49,6 +49,7 @@ class StepClock(Callback):
             self.peaks = {
                 "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
                 "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+                "reserved_at_end_bytes": torch.cuda.memory_reserved(),
             }
 
     @property

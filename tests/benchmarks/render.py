@@ -169,7 +169,22 @@ def parity(content: dict[str, Any]) -> str:
     return "\n".join([intro, "", *_table(headers, rows)])
 
 
-_RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {"step_time": step_time, "parity": parity}
+def summary(content: dict[str, Any]) -> str:
+    """Renders a receipt whose summary is a list of rows, under what it says of itself."""
+    rows = content["summary"]
+    headers = list(rows[0]) if rows else []
+    workloads = content["settings"]["workloads"]
+    cells = [[str(workloads.get(value, value)) for value in row.values()] for row in rows]
+    return "\n".join([content["settings"]["what"], "", *_table(headers, cells)])
+
+
+_RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "step_time": step_time,
+    "parity": parity,
+    "memory": summary,
+    "accumulation": summary,
+    "omission": summary,
+}
 
 
 def _section(name: str, content: dict[str, Any]) -> str:

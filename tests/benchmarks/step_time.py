@@ -12,18 +12,14 @@ native replay`` tries the harness; its figures mean nothing.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import worker
 from tests.benchmarks.arms import ARMS, NORM_ARMS, USUAL_ARMS
-from tests.benchmarks.receipt import ROOT, command_line, receipt, write
+from tests.benchmarks.processes import run_worker
+from tests.benchmarks.receipt import command_line, receipt, write
 from tests.benchmarks.workloads import WORKLOADS
 
 # Same for both arms of every comparison, whatever the options.
@@ -117,23 +113,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _process(options: argparse.Namespace, arm: str, repeat: int) -> list[dict[str, Any]]:
     """Runs one arm over all workloads in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "runs.json"
-        command = [sys.executable, "-m", "tests.benchmarks.worker", "--arm", arm, "--out", str(out)]
-        command += ["--models", *options.models]
-        for name in ("steps", "skip", "window", "precision", "clip", "update", "seed", "device", "backend"):
-            command += [f"--{name}", str(getattr(options, name))]
-        started = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, check=False)
-        seconds = time.perf_counter() - started
-        print(f"repeat {repeat}, {arm}: {seconds:.1f} s", flush=True)
-        if out.exists():
-            measured = json.loads(out.read_text())
-        else:
-            measured = [
-                {"model": model, "error": f"the process ended with {done.returncode}"} for model in options.models
-            ]
-    return [{"arm": arm, "repeat": repeat, "process_seconds": seconds, **run} for run in measured]
+    names = ("steps", "skip", "window", "precision", "clip", "update", "seed", "device", "backend")
+    measured = run_worker(arm, options.models, {name: getattr(options, name) for name in names})
+    print(f"repeat {repeat}, {arm}: {measured[0]['process_seconds']:.1f} s", flush=True)
+    return [{**run, "repeat": repeat} for run in measured]
 
 
 def _receipt(options: argparse.Namespace, runs: list[dict[str, Any]], complete: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import render
+from tests.benchmarks import accumulation, memory, omission, render
 from tests.benchmarks.receipt import ROOT, receipt, source_hashes, write
 from tests.benchmarks.step_time import summarise, table
 
@@ -142,3 +142,49 @@ def test_harness_on_a_cpu(tmp_path: Path) -> None:
     assert written["runs"][0]["last_loss"] == written["runs"][1]["last_loss"]
     assert written["sources"] == source_hashes()
     assert written["command"] == f"python -m tests.benchmarks.step_time {words} --out step_time.json"
+
+
+def _run(model: str, arm: str, **results: Any) -> dict[str, Any]:
+    return {"model": model, "arm": arm, "timed_actions": {"replay": 20}, **results}
+
+
+def test_memory_is_held_against_native_and_parameters() -> None:
+    native = _run("tiny", "native", peak_reserved_bytes=100 << 20, parameter_bytes=10 << 20)
+    replay = _run("tiny", "replay", peak_reserved_bytes=150 << 20, reserved_at_end_bytes=125 << 20)
+
+    (row,) = memory.summarise([native, replay])
+
+    assert row["ratio"] == 1.0
+    assert memory.problems([row]) == []
+    assert memory.problems([{**row, "ratio": 1.01}]) == ["tiny: 1.01 of what is allowed"]
+    assert memory.summarise([native]) == []
+
+
+def test_accumulation_takes_the_update_out_of_three_batches_in_four() -> None:
+    times = {"each": [10.0] * 3, "accumulated": [7.0] * 3, "fenced": [8.0, 8.0, 8.0, 12.0] * 10}
+    runs = [{**_run("tiny", "replay", windows_ms=windows), "way": way} for way, windows in times.items()]
+
+    (row,) = accumulation.summarise(runs)
+
+    assert (row["update"], row["expected"], row["ratio to expected"]) == (4.0, 7.0, 1.0)
+    assert accumulation.summarise(runs[:2]) == []
+
+
+def test_omission_compares_bits() -> None:
+    figures = {"windows_ms": [2.0], "fit_seconds": 1.5, "parameters": 370, "losses_sha256": "a", "weights_sha256": "b"}
+    runs = [_run("tiny", arm, **figures) for arm in omission.ARMS for _ in range(2)]
+
+    assert [row["equal"] for row in omission.summarise(runs)] == [True, True]
+    runs[-1]["weights_sha256"] = "c"
+    assert [row["equal"] for row in omission.summarise(runs)] == [True, False]
+
+
+def test_receipts_of_few_figures_are_rendered(tmp_path: Path) -> None:
+    settings = {"what": "What it is.", "workloads": {"tiny": "a tiny MLP"}}
+    write(
+        tmp_path / "a.json", receipt("memory", settings, {"runs": [], "summary": [{"workload": "tiny", "ratio": 0.9}]})
+    )
+
+    page = render.render(tmp_path)
+
+    assert "What it is.\n\n| workload | ratio |\n| --- | --- |\n| a tiny MLP | 0.9 |" in page

@@ -19,7 +19,8 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from tests.benchmarks.arms import ARMS, UNCLIPPED_ARMS
 from tests.benchmarks.clock import StepClock, fence, time_clipping
-from tests.benchmarks.workloads import WORKLOADS
+from tests.benchmarks.workloads import USUAL, WORKLOADS
+from tests.helpers.digest import sha256
 from tests.helpers.models import cycled
 from tests.helpers.parity import plain
 
@@ -46,13 +47,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--models", nargs="+", choices=WORKLOADS, default=[name for name in WORKLOADS if name != "tiny"]
-    )
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(USUAL))
     parser.add_argument("--steps", type=int, default=75)
     parser.add_argument("--skip", type=int, default=15, help="steps before the first window")
     parser.add_argument("--window", type=int, default=20, help="steps a window")
     parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches an update")
     parser.add_argument("--clip", type=float, default=1.0, help="gradient norm to clip to; 0 clips nothing")
     parser.add_argument("--update", choices=["fused", "foreach"], default="foreach", help="AdamW implementation")
     parser.add_argument("--seed", type=int, default=7)
@@ -117,6 +117,7 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
         precision=None if plugins else options.precision,
         plugins=plugins or None,
         max_epochs=1,
+        accumulate_grad_batches=options.accumulate,
         gradient_clip_val=None if options.arm in UNCLIPPED_ARMS else options.clip or None,
         benchmark=False,
         logger=False,
@@ -130,13 +131,18 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
     fence(device)
     seconds = time.perf_counter() - started
     report = getattr(trainer.strategy, "report", None)
+    parameters = list(module.parameters())
     return {
         "windows_ms": clock.windows_ms,
         "timed_actions": clock.timed_actions,
         "clip_host_ms": statistics.median(clippings[options.skip :]) if clippings[options.skip :] else None,
         "norm_replays": _norm_replays(trainer),
         "fit_seconds": seconds,
-        "last_loss": None if clock.last_loss is None else float(clock.last_loss).hex(),
+        "last_loss": float(clock.losses[-1]).hex() if clock.losses else None,
+        "losses_sha256": sha256(torch.stack(clock.losses)) if clock.losses else None,
+        "weights_sha256": sha256(torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])),
+        "parameters": len(parameters),
+        "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
         **memory,
         **clock.peaks,
         "report": plain(report().as_dict()) if callable(report) else None,

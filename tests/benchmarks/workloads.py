@@ -33,6 +33,9 @@ class Workload:
     make_batches: Callable[[], Sequence[Sequence[Tensor]]]
 
 
+USUAL = ("resnet18", "efficientnet_b0", "vit_tiny", "gpt", "mlp")
+"""What step times are published for."""
+
 WORKLOADS = {
     "resnet18": Workload(
         "timm resnet18, batch 8, 224 px", lambda fused: TimmModule("resnet18", fused=fused), image_batches
@@ -50,6 +53,17 @@ WORKLOADS = {
     ),
     "mlp": Workload(
         "MLP, 6 hidden layers of 512 with LayerNorm, batch 256", lambda fused: MLPModule(fused=fused), feature_batches
+    ),
+    "resnet50": Workload(
+        "timm resnet50, batch 32, 224 px", lambda fused: TimmModule("resnet50", fused=fused), lambda: image_batches(32)
+    ),
+    "densenet121": Workload(
+        "timm densenet121, batch 8, 224 px", lambda fused: TimmModule("densenet121", fused=fused), image_batches
+    ),
+    "gpt32": Workload(
+        "GPT, 12 layers of 384, dropout 0.1, batch 32, 256 tokens",
+        lambda fused: GPTModule(fused=fused),
+        lambda: token_batches(32),
     ),
     # Small enough for a CPU: for trying the harness, not for figures.
     "tiny": Workload(
