@@ -20,7 +20,7 @@ def find_fit_reason(trainer: Trainer, module: LightningModule) -> Finding | None
     name = type(module).__name__
     if not module.automatic_optimization:
         return Finding(Reason.MANUAL_OPTIMIZATION, f"{name}.automatic_optimization", "True", "False")
-    if not trainer.optimizers or not any(isinstance(o, torch.optim.Optimizer) for o in trainer.optimizers):
+    if not seams.has_optimizer(trainer):
         return Finding(Reason.NO_OPTIMIZER, f"{name}.configure_optimizers", "an optimizer", "none")
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
         return Finding(Reason.OPTIMIZER, f"{name}.configure_optimizers", "one closure a step", "LBFGS")

@@ -93,6 +93,13 @@ def is_last_of_several(trainer: Trainer) -> bool:
     return bool(trainer.is_last_batch) and trainer.fit_loop.epoch_loop.batch_idx > 0
 
 
+def has_optimizer(trainer: Trainer) -> bool:
+    """Tell whether ``configure_optimizers`` gave an optimizer, and not Lightning's stand-in for none."""
+    from lightning.pytorch.core.optimizer import _MockOptimizer
+
+    return any(not isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers)
+
+
 def is_compiled(module: LightningModule) -> bool:
     """Tell whether the LightningModule itself went through ``torch.compile``."""
     return getattr(module, "_compiler_ctx", None) is not None

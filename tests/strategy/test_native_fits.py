@@ -8,19 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import nn
 
 from lightning_replay import NotReplayedError, Reason, ReplayStrategy, ReplayWarning
 from tests.parity.harness import Arm, Learner, PoisonedStrategy, batches, check_native, mlp, run_both, tape
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _optimizers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch wraps the step of every optimizer class at its first use; Lightning's stand-in for none is one of them."""
-    monkeypatch.setattr(_MockOptimizer, "step", _MockOptimizer.step)
 
 
 class Manual(Learner):
@@ -102,21 +95,15 @@ FITS: dict[str, tuple[Any, Reason, dict[str, Any]]] = {
 }
 
 
-_NO_OPTIMIZER_IS_UNKNOWN = pytest.param(
-    "no optimizer",
-    marks=pytest.mark.xfail(strict=True, reason="torch's wrapper of _MockOptimizer.step is taken for a patch"),
-)
-NAMES = [_NO_OPTIMIZER_IS_UNKNOWN if name == "no optimizer" else name for name in FITS]
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FITS)
 def test_equal_to_native_with_the_reason(name: str) -> None:
     make, reason, options = FITS[name]
 
     check_native(make, reason, **options)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FITS)
 def test_error_on_request(name: str) -> None:
     make, reason, options = FITS[name]
     options = {key: value for key, value in options.items() if key != "whole"}
