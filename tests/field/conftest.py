@@ -39,9 +39,7 @@ class Field:
     def strategy(self, **options: Any) -> ReplayStrategy:
         if not self.on_gpu:
             return harness.tape(**options)
-        return ReplayStrategy(
-            **{"backend": "cuda", "warmup_steps": harness.WARM_UP, "on_native": "ignore", **options}
-        )
+        return ReplayStrategy(**{"backend": "cuda", "warmup_steps": harness.WARM_UP, "on_native": "ignore", **options})
 
     def both(
         self,

@@ -80,7 +80,9 @@ def test_f04_losses_collected_with_their_graphs(field: Field) -> None:
     trace = field.both(make, steps=10)
 
     assert "replay" in trace.actions
-    assert_same([loss.detach().cpu() for loss in made[0].collected], [loss.detach().cpu() for loss in made[1].collected])
+    assert_same(
+        [loss.detach().cpu() for loss in made[0].collected], [loss.detach().cpu() for loss in made[1].collected]
+    )
 
 
 class Late(Callback):
@@ -95,9 +97,7 @@ def test_f05_a_setting_changed_when_the_fit_starts(field: Field) -> None:
             self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
             return loss
 
-    trace = field.replayed(
-        lambda: Logging(mlp()), steps=8, callbacks=lambda: [Late()], enable_progress_bar=True
-    )
+    trace = field.replayed(lambda: Logging(mlp()), steps=8, callbacks=lambda: [Late()], enable_progress_bar=True)
 
     assert trace.report.gradients_added > 0
     assert {"loss", "loss_step", "loss_epoch"} <= set(trace.metrics)

@@ -193,7 +193,7 @@ class Validated(Learner):
 @pytest.mark.parametrize("net", [Decoder, PaddedEncoder])
 def test_f20_stock_transformers_with_masks(field: Field, net: Any) -> None:
     def data() -> Any:
-        return loader(batches(4, FEATURES), 5)[0], loader(batches(4, FEATURES, seed=1), 2)[0]
+        return loader(batches(4, FEATURES), 9)[0], loader(batches(4, FEATURES, seed=1), 2)[0]
 
     trace = field.both(lambda: Validated(net()), data, max_epochs=2)
 

@@ -79,9 +79,7 @@ def test_f24_one_optimizer_step_a_batch(field: Field) -> None:
         counters.append(Counting())
         return [counters[-1]]
 
-    field.replayed(
-        lambda: Scheduled(mlp()), steps=7, max_epochs=2, accumulate_grad_batches=3, callbacks=callbacks
-    )
+    field.replayed(lambda: Scheduled(mlp()), steps=7, max_epochs=2, accumulate_grad_batches=3, callbacks=callbacks)
 
     assert counters[0].counts == counters[1].counts
     assert counters[1].counts[-1][:2] == (6, 6)
@@ -100,7 +98,11 @@ def test_f25_precision_and_a_plugin_is_an_error_that_says_so(field: Field) -> No
     plugin = ReplayPrecision("bf16-mixed")
     with pytest.raises(ValueError, match="precision"):
         Trainer(
-            accelerator=field.accelerator, devices=1, precision="bf16-mixed", plugins=[plugin], strategy=field.strategy()
+            accelerator=field.accelerator,
+            devices=1,
+            precision="bf16-mixed",
+            plugins=[plugin],
+            strategy=field.strategy(),
         )
 
 

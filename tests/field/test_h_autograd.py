@@ -36,9 +36,7 @@ class SwitchOn(Callback):
 
 
 def test_f27_checkpointing_switched_on_later(field: Field) -> None:
-    trace = field.both(
-        lambda: Learner(Switchable()), steps=6, max_epochs=3, callbacks=lambda: [SwitchOn()]
-    )
+    trace = field.both(lambda: Learner(Switchable()), steps=6, max_epochs=3, callbacks=lambda: [SwitchOn()])
 
     assert trace.actions[:6] == ["native", "native", "record", "replay", "replay", "replay"]
     assert trace.report.reasons[Reason.MODULE_CHANGED] == 1
