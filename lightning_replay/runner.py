@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, Parameter
 
 from lightning_replay.certification import Trial, Verdict, certify
@@ -68,6 +69,7 @@ SPLITTING = frozenset(
         Reason.HOST_TENSOR,
         Reason.HOST_RANDOM,
         Reason.PYTHON_VALUE,
+        Reason.SHARED_PARAMETER,
     }
 )
 """Reasons that may concern only a part of a region: its parts are tried by themselves."""
@@ -87,7 +89,9 @@ class Sample:
         cotangents: Copies of the gradients that its outputs received.
         edges: For each output its place in the autograd graph.
         numbers: Sequence numbers of the call's own autograd nodes.
+        input_edges: Likewise for each argument that requires a gradient.
         unreached: Outputs that nothing outside of the call leads a gradient to.
+        input_uses: For each argument the number of operations that give it a gradient.
     """
 
     region: Region
@@ -102,26 +106,38 @@ class Sample:
     cotangents: list[Tensor | None]
     edges: list[tuple[Any, int]]
     numbers: range
+    input_edges: list[Any]
     unreached: list[int] = field(default_factory=list)
+    input_uses: list[int] = field(default_factory=list)
 
     def keep_outer_cotangents(self, loss: Tensor) -> None:
         """Drops the gradients of outputs that only other outputs of the call are made from."""
         reached = {(loss.grad_fn, loss.output_nr)}
-        pending = [loss.grad_fn] if loss.grad_fn is not None else []
-        seen = set(pending)
-        while pending:
-            node = pending.pop()
-            inner = node._sequence_nr() in self.numbers
-            for edge in node.next_functions:
-                if edge[0] is None:
-                    continue
-                if not inner:
-                    reached.add(edge)
-                if edge[0] not in seen:
-                    seen.add(edge[0])
-                    pending.append(edge[0])
+        reached |= {edge for node, edge in _edges(loss) if node._sequence_nr() not in self.numbers}
         self.unreached = [position for position, edge in enumerate(self.edges) if edge not in reached]
         self.edges = []
+
+    def count_input_uses(self, loss: Tensor) -> Finding | None:
+        """Counts the operations that use each argument, and finds one whose gradient would add up in another order.
+
+        A recording adds the contributions of its own operations first. Those of a later operation outside come before.
+        """
+        uses: Counter[Any] = Counter()
+        later: set[Any] = set()
+        wanted = {edge for edge in self.input_edges if edge is not None}
+        for node, edge in _edges(loss) if wanted else ():
+            if edge in wanted:
+                if node._sequence_nr() in self.numbers:
+                    uses[edge] += 1
+                elif node._sequence_nr() >= self.numbers.stop:
+                    later.add(edge)
+        self.input_uses = [0 if edge is None else uses[edge] for edge in self.input_edges]
+        edges, self.input_edges = self.input_edges, []
+        for path, edge, count in zip(self.call.paths, edges, self.input_uses, strict=True):
+            if edge is not None and ((count > 1 and edge in later) or (count > 2 and edges.count(edge) > 1)):
+                actual = "several operations of the module and others outside"
+                return Finding(Reason.SHARED_PARAMETER, path, "one place that gives it a gradient", actual)
+        return None
 
 
 @dataclass(eq=False)
@@ -134,6 +150,7 @@ class PendingCall:
         done: Its backward has been.
         gradients: Its gradients for the region's parameters, once it has been differentiated.
         recomputed: They come from a native run instead of the backward graph.
+        input_uses: For each argument's place in the autograd graph the number of operations that use it.
     """
 
     runner: "Runner"
@@ -144,6 +161,7 @@ class PendingCall:
     done: bool = False
     gradients: list[Tensor | None] = field(default_factory=list)
     recomputed: bool = False
+    input_uses: dict[Any, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,6 +472,7 @@ class Runner:
                 cotangents=[None] * len(outputs),
                 edges=[(output.grad_fn, output.output_nr) for output in outputs],
                 numbers=numbers,
+                input_edges=[_edge(tensor) if tensor.requires_grad else None for tensor in tensors],
             )
             self._samples.append(sample)
         for position, output in enumerate(outputs):
@@ -493,6 +512,9 @@ class Runner:
             if any(recording.differentiable):
                 pending = PendingCall(self, region, engaged, random_before, _hooked(engaged))
                 trainable = [t for t in tensors if t.requires_grad]
+                if trainable:
+                    counted = zip(tensors, engaged.input_uses, strict=True)
+                    pending.input_uses = {_edge(t): uses for t, uses in counted if t.requires_grad}
                 outputs = ReplayFunction.apply(  # type: ignore[no-untyped-call]
                     pending, tensors, self._anchor, *trainable, *pending.hooked
                 )
@@ -530,6 +552,10 @@ class Runner:
         outside = self._outside_uses(loss)
         for sample in self._samples:
             sample.keep_outer_cotangents(loss)
+            if (finding := sample.count_input_uses(loss)) is not None:
+                self.refuse(sample.region, finding)
+        if self._step[Action.REPLAY]:
+            self._check_inputs(loss)
         # A parameter gets native gradients only where the walk met it, or below an observed call.
         hooks = self._collect_native_parts(loss) if outside or self._roots else []
         before = {p: p.grad for p in outside}
@@ -593,6 +619,27 @@ class Runner:
                     seen.add(following)
                     pending.append(following)
         return [parameter for parameter in dict.fromkeys(shared) if id(parameter) in replayed]
+
+    def _check_inputs(self, loss: Tensor) -> None:
+        """Refuses a backward pass that would add up the gradient of a replayed call's argument in another order.
+
+        Raises:
+            NotReplayedError: If another operation uses an argument that the recorded call uses several times.
+        """
+        calls: dict[Any, list[tuple[PendingCall, int]]] = {}
+        for node, edge in _edges(loss):
+            if isinstance(node, ReplayFunction._backward_cls):
+                call: PendingCall = node.pending  # type: ignore[attr-defined]
+                if edge in call.input_uses:
+                    calls.setdefault(edge, []).append((call, node._sequence_nr()))
+        if not any(call.input_uses[edge] > 1 for edge, users in calls.items() for call, _ in users):
+            return
+        for node, edge in _edges(loss):
+            for call, number in calls.get(edge, ()):
+                if call.input_uses[edge] > 1 and node._sequence_nr() > number:
+                    actual = "a use that was not there when the region was recorded"
+                    where = call.region.name
+                    raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, where, "one use of an argument", actual))
 
     def _collect_native_parts(self, loss: Tensor) -> list[Any]:
         """Collects native contributions to parameters that replayed calls contribute to as well, in order of arrival.
@@ -727,7 +774,8 @@ class Runner:
         pending = arrived[0]
         if len(arrived) == 1 and not shared and isinstance(pending, PendingCall) and not pending.recomputed:
             publication = pending.engaged.publication
-            if pending.gradients is pending.engaged.recording.gradients and publication.is_possible():
+            whole = pending.gradients is pending.engaged.recording.gradients and not _hooked(pending.engaged)
+            if whole and publication.is_possible():
                 try:
                     publication.publish()
                 except Exception as error:  # whatever the driver reports
@@ -756,9 +804,16 @@ class Runner:
             if region is not None and len(parts) + (parameter in shared) > 1:
                 actual = "a use that was not there when the region was recorded"
                 raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, region.name, "one use of it", actual))
+        late = {p: contributions.pop(p) for p in [*contributions] if p._backward_hooks or p._post_accumulate_grad_hooks}
         added, fresh = hand_over(contributions, owners)
         self.added += added > 0
         self.copied += fresh > 0
+        for parameter, parts in late.items():  # hooks that came after the forward pass
+            if parameter in shared:
+                expected, actual = "hooks from before the forward pass", "a hook that came later"
+                where = f"a parameter of shape {tuple(parameter.shape)}"
+                raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, where, expected, actual))
+            torch.autograd.backward(parameter, sum(parts[1:], start=clone_exactly(parts[0])))
 
     # -- recording -----------------------------------------------------------------------------------------------
 
@@ -856,7 +911,9 @@ class Runner:
         stats = RecordingStats(region.name, sample.signature, 0.0, recording.pool.bytes(), verdict.equal)
         step = self._dispatcher.step
         trace = inspector.trace if inspects else None
-        return Engaged(recording, publication, stats, trace, last_used=step, verified_step=step)
+        return Engaged(
+            recording, publication, stats, trace, last_used=step, verified_step=step, input_uses=sample.input_uses
+        )
 
     def _check_sharing(self, region: Region, call: Call, reference: Reference, trainable: list[int]) -> None:
         """Refuses a region whose parameters get gradients from several places in an order we cannot keep."""
@@ -965,6 +1022,27 @@ def _keeping(tensors: Sequence[Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.data.copy_(value)
+
+
+def _edge(tensor: Tensor) -> tuple[Any, int]:
+    """Returns the place of a tensor in the autograd graph."""
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _edges(loss: Tensor) -> Iterator[tuple[Any, tuple[Any, int]]]:
+    """Yields each operation of an autograd graph with each place it gives a gradient to."""
+    pending = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        for edge in node.next_functions:
+            if edge[0] is None:
+                continue
+            yield node, edge
+            if edge[0] not in seen:
+                seen.add(edge[0])
+                pending.append(edge[0])
 
 
 def _make_region(name: str, module: Module) -> Region:

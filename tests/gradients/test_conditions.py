@@ -17,13 +17,26 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_replay import Reason
 from tests.gradients.counting import check_counts, expected_counts
 from tests.helpers.bits import same_bits
 from tests.helpers.trace import Trace, TraceResult, run_fit, unequal
-from tests.parity.harness import Arm, Learner, batches, check_replayed, classify, loader, mlp, run_both, script, tape
+from tests.parity.harness import (
+    Arm,
+    Learner,
+    PoisonedStrategy,
+    batches,
+    check_replayed,
+    classify,
+    loader,
+    mlp,
+    run_both,
+    script,
+    tape,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -528,3 +541,92 @@ def test_a_custom_objective() -> None:
         return loss.square() + 0.1 * loss.detach() * loss
 
     check_counts(check_replayed(lambda: Learner(mlp(), step)), USUAL)
+
+
+# -- hooks on parameters that come and go
+
+
+class HooksOfOneBackward(Callback):
+    """Hooks parameters after the forward of a step, and takes the hooks back after its backward."""
+
+    def __init__(self, seen: list[list[Tensor]]) -> None:
+        self.seen = seen
+
+    def on_train_start(self, *_: Any) -> None:
+        self.seen.append([])
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        first, last = pl_module.net[0].weight, pl_module.net[4].bias
+        note = lambda parameter: self.seen[-1].append(parameter.grad.clone())  # noqa: E731
+        self.handles = [
+            first.register_hook(lambda gradient: gradient * 2),
+            last.register_post_accumulate_grad_hook(note),
+        ]
+
+    def on_after_backward(self, *_: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("window", [1, 2])
+def test_hooks_that_come_after_the_forward(window: int, in_place: bool) -> None:
+    seen: list[list[Tensor]] = []
+    check_replayed(
+        lambda: Learner(mlp(), in_place=in_place),
+        callbacks=lambda: [HooksOfOneBackward(seen)],
+        accumulate_grad_batches=window,
+    )
+
+    assert len(seen[0]) == STEPS
+    assert same_bits(*seen)
+
+
+# -- the strategy itself, extended
+
+
+class Extends:
+    """What a strategy of one's own may do around a backward and an update."""
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)  # type: ignore[misc]
+        self.lightning_module.log("before", closure_loss.detach())  # type: ignore[attr-defined]
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)  # type: ignore[misc]
+        for parameter in self.lightning_module.parameters():  # type: ignore[attr-defined]
+            parameter.grad.mul_(0.5)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(closure_loss * 3, *args, **kwargs)  # type: ignore[misc]
+        for parameter in self.lightning_module.parameters():  # type: ignore[attr-defined]
+            parameter.grad = parameter.grad.neg()
+        return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        for parameter in self.lightning_module.parameters():  # type: ignore[attr-defined]
+            parameter.grad.zero_()
+        return result
+
+
+class ExtendedNative(Extends, SingleDeviceStrategy):
+    pass
+
+
+class ExtendedReplay(Extends, PoisonedStrategy):
+    pass
+
+
+def test_own_strategy() -> None:
+    replaying = ExtendedReplay(backend="tape", warmup_steps=2, on_native="ignore")
+    native, replay = (
+        Arm(lambda: Learner(mlp()), batches(), strategy, accelerator="cpu")
+        for strategy in (ExtendedNative(device="cpu"), replaying)
+    )
+    assert native.error is replay.error is None, (native.error, replay.error)
+    assert native.trace is not None
+    assert replay.trace is not None
+    assert unequal(native.trace, replay.trace) == []
+    assert replay.trace.actions == script(STEPS)
+    check_counts(replay.trace, USUAL)
