@@ -5,15 +5,16 @@
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_replay import ReplayStrategy
 from tests.gradients.counting import check_counts, expected_counts
 from tests.gradients.test_matrix import CLIPPING
 from tests.helpers.bits import same_bits
 from tests.helpers.trace import TraceResult
-from tests.parity.harness import WARM_UP, Learner, check_replayed, classify, mlp, script
+from tests.parity.harness import WARM_UP, Learner, batches, check_replayed, classify, mlp, script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -105,3 +106,43 @@ def test_kept_gradients(precision: str) -> None:
     )
 
     assert trace.report.gradients_copied > 0
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam, foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "Adam, capturable": lambda p: torch.optim.Adam(p, lr=0.01, capturable=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers(optimizer: Any, window: int) -> None:
+    trace = check(lambda: Learner(mlp(), optimizer=optimizer), steps=11, accumulate_grad_batches=window)
+
+    check_counts(trace, expected_counts(11, window))
+
+
+def test_channels_last_weights_and_a_fused_update() -> None:
+    """Convolutions may return gradients of other strides than a channels-last weight has; fused updates refuse them."""
+
+    def make() -> Learner:
+        net = nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, groups=8),
+            nn.Flatten(),
+            nn.LazyLinear(3),
+        )
+        net(torch.zeros(2, 3, 8, 8))
+        return Learner(net.to(memory_format=torch.channels_last), optimizer=OPTIMIZERS["AdamW, fused"])
+
+    trace = check(
+        make, batches(3, 8, 8), steps=11, precision="bf16-mixed", accumulate_grad_batches=2, gradient_clip_val=None
+    )
+
+    check_counts(trace, expected_counts(11, 2))
