@@ -70,6 +70,7 @@ class Engaged:
         next_audit: Replays until the next audit.
         audit_interval: Replays between the last audit and the next.
         mismatches: Backward passes that it could not give.
+        input_uses: For each argument the number of operations that give it a gradient.
     """
 
     recording: Recording
@@ -81,6 +82,7 @@ class Engaged:
     next_audit: int = FIRST_AUDIT
     audit_interval: int = FIRST_AUDIT
     mismatches: int = 0
+    input_uses: list[int] = field(default_factory=list)
 
     def audited(self, step: int) -> None:
         """Notes an audit that found nothing."""

@@ -4,6 +4,7 @@
 """N. Is it on, and does it help?"""
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def autoencoder() -> Learner:
         return F.mse_loss(module.net(batch[0]), batch[0])
 
     widths = (64, 32, 16, 8, 16, 32, 64)
-    layers = [m for a, b in zip(widths, widths[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
+    layers = [m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
     return Learner(nn.Sequential(*layers), step)
 
 

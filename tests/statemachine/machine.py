@@ -24,6 +24,7 @@ class Totals:
         self.steps = 0
         self.actions: Counter[str] = Counter()
         self.findings: Counter[str] = Counter()
+        self.declared: Counter[str] = Counter()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -31,6 +32,7 @@ class Totals:
             "steps": self.steps,
             "actions": dict(self.actions),
             "events": dict(self.events.most_common()),
+            "ended_by_a_declared_error": dict(self.declared),
             "reasons": dict(self.findings.most_common()),
         }
 
@@ -59,6 +61,8 @@ class Base(RuleBasedStateMachine):
         totals.steps += self.world.steps
         totals.actions += self.world.replay.actions
         totals.findings += self.world.replay.findings
+        if self.world.over:
+            totals.declared[str(self.world.declared)] += 1
         self.world.close()
 
 

@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from lightning_replay import dispatch
 from lightning_replay.engine.tape import TapeBackend
+from lightning_replay.errors import NotReplayedError
 from lightning_replay.reasons import Finding
 from lightning_replay.runner import Runner
 from tests.helpers.bits import assert_same
@@ -75,9 +76,7 @@ class Arm:
 
     def new_optimizer(self) -> None:
         """Makes an optimizer for the parameters as they are now."""
-        self.optimizer = torch.optim.SGD(
-            self.root.parameters(), lr=self.optimizer.param_groups[0]["lr"], momentum=0.5
-        )
+        self.optimizer = torch.optim.SGD(self.root.parameters(), lr=self.optimizer.param_groups[0]["lr"], momentum=0.5)
 
     def forward_step(self, step: Callable[[], Any], counts: bool) -> Any:
         if self.runner is None:
@@ -123,6 +122,8 @@ class World:
             self.arms.append(arm)
         self.generator = torch.Generator().manual_seed(seed)
         self.steps = 0
+        self.over = False
+        self.declared: str | None = None
         # how a step is made
         self.size = 4
         self.layout = "plain"
@@ -132,6 +133,7 @@ class World:
         self.from_results = "logits"
         self.trainable_input = False
         self.penalty = False
+        self.residual = False
         self.peek = False
         self.window = 1
         self.in_place = False
@@ -165,13 +167,19 @@ class World:
     def train(self, steps: int) -> None:
         """Runs some steps in both arms and compares each."""
         for _ in range(steps):
+            if self.over:
+                return
             self.step()
 
     def step(self) -> None:
         batches = [self._batch() for _ in range(self.calls)]
         label = self._draw_labels()
         self.steps += 1
+        self.declared = None
         native, replay = (self._step(arm, copy.deepcopy(batches), label.clone()) for arm in self.arms)
+        if self.declared is not None and "error" not in native:
+            self.over = True  # an error that names its cure, where replay cannot be exact any more
+            return
         assert_same(native, replay, "step")
         assert_same(self._state(self.native), self._state(self.replay), "state")
         assert_same(self.native.rng, self.replay.rng, "random")
@@ -184,6 +192,9 @@ class World:
         with arm.own_random():
             try:
                 self._train(arm, batches, label, seen)
+            except NotReplayedError as error:
+                self.declared = error.finding.reason.value
+                seen["error"] = str(error)
             except (ValueError, RuntimeError, TypeError) as error:
                 seen["error"] = f"{type(error).__name__}: {error}"
             arm.after_step()
@@ -242,6 +253,8 @@ class World:
             loss = loss + F.cross_entropy(results["logits"].float(), label)
         if "hidden" in self.from_results:
             loss = loss + results["hidden"].float().square().mean()
+        if self.residual and batch[0] is not None:
+            loss = loss + (results["hidden"][:, :FEATURES].float() + batch[0].float()).square().mean()
         if self.penalty:
             loss = loss + 0.1 * net.last.weight.square().sum()
         return loss
@@ -418,9 +431,7 @@ def parameter_hook(world: World, choice: int) -> None:
 
 @event
 def global_hook(world: World, choice: int) -> None:
-    register = pick(
-        (torch_module.register_module_forward_hook, torch_module.register_module_forward_pre_hook), choice
-    )
+    register = pick((torch_module.register_module_forward_hook, torch_module.register_module_forward_pre_hook), choice)
     arms = world.arms
     current = {id(m): arm for arm in arms for m in arm.root.modules()}
 
@@ -693,6 +704,11 @@ def penalty(world: World, choice: int) -> None:
 
 
 @event
+def residual(world: World, choice: int) -> None:
+    world.residual = not world.residual
+
+
+@event
 def layer_replaced(world: World, choice: int) -> None:
     for arm in world.arms:
         torch_state = torch.get_rng_state()
@@ -771,6 +787,14 @@ def own_gradient(world: World, choice: int) -> None:
             target.grad = None
         elif target.grad is not None:
             target.grad.mul_(0.5)
+
+
+@event
+def own_gradients(world: World, choice: int) -> None:
+    for arm in world.arms:
+        for parameter in arm.root.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
 
 @event

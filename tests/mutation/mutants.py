@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""The guards, each with how it is switched off and what must then fail."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from lightning_replay import runner
+from lightning_replay.certification import Verdict
+from lightning_replay.engine import modes, snapshot
+from lightning_replay.engine.recording import Recording
+from lightning_replay.gradients import GradientBuffers, Publication
+from lightning_replay.guards import module, reads, signature
+from lightning_replay.guards.module import AttributeWatch, ModuleState
+from lightning_replay.inspection import Inspector, Tracer
+
+Off = Callable[[ExitStack], None]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One guard.
+
+    Attributes:
+        off: Switches it off until the stack is closed.
+        events: Events of the state machine, one of which must then lead to a difference.
+        tests: Or tests (pytest ids), one of which must fail.
+        before: What else has to happen before an event.
+    """
+
+    off: Off
+    events: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+    before: tuple[tuple[str, int], ...] = field(default=())
+
+
+def off(target: Any, name: str, value: Any) -> Off:
+    def enter(stack: ExitStack) -> None:
+        stack.enter_context(patch.object(target, name, value))
+
+    return enter
+
+
+def all_of(*parts: Off) -> Off:
+    def enter(stack: ExitStack) -> None:
+        for part in parts:
+            part(stack)
+
+    return enter
+
+
+def frozen_modes(**fixed: Any) -> Off:
+    original = modes.current_modes
+
+    def mutant(device_type: str) -> Any:
+        import dataclasses
+
+        found = original(device_type)
+        if dataclasses.is_dataclass(found):
+            return dataclasses.replace(found, **fixed)
+        return found._replace(**fixed)
+
+    from lightning_replay import dispatch
+
+    return off(dispatch, "current_modes", mutant)
+
+
+def without_layouts(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Off:
+    from lightning_replay import dispatch
+
+    original = dispatch.read_arguments
+
+    def mutant(*args: Any) -> Any:
+        found = original(*args)
+        if isinstance(found, signature.Arguments):
+            return found._replace(layouts=tuple(map(change, found.layouts)))
+        return found
+
+    return off(dispatch, "read_arguments", mutant)
+
+
+def without_aliases(stack: ExitStack) -> None:
+    from lightning_replay import dispatch
+
+    original = dispatch.read_arguments
+
+    def mutant(*args: Any) -> Any:
+        found = original(*args)
+        return found._replace(aliases=()) if isinstance(found, signature.Arguments) else found
+
+    stack.enter_context(patch.object(dispatch, "read_arguments", mutant))
+    stack.enter_context(patch.object(dispatch, "check_input_aliases", lambda *_: None))
+
+
+def without_flags(index: int) -> Off:
+    original = ModuleState.flags
+
+    def mutant(self: ModuleState) -> Any:
+        flags = list(original(self))
+        flags[index] = (True,) * len(flags[index])
+        return tuple(flags)
+
+    return off(ModuleState, "flags", mutant)
+
+
+def after_taking(change: Callable[[ModuleState], None]) -> Off:
+    """Makes a recording's module state forget what it compares."""
+    original = ModuleState.__init__
+
+    def mutant(self: ModuleState, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not kwargs.get("every_attribute"):
+            change(self)
+
+    return off(ModuleState, "__init__", mutant)
+
+
+def forget(*names: str) -> Off:
+    def change(state: ModuleState) -> None:
+        for name in names:
+            value = getattr(state, name)
+            setattr(state, name, type(value)())
+
+    return after_taking(change)
+
+
+@contextmanager
+def switched_off(mutant: Mutant) -> Iterator[None]:
+    with ExitStack() as stack:
+        mutant.off(stack)
+        yield
+
+
+def _same_members(state: ModuleState) -> None:
+    state._members, state._member_values = [], []
+
+
+def _no_memory(state: ModuleState) -> None:
+    state._tensors = []
+    state._memory, state._layouts = [], []
+
+
+def _variables_gone(*args: Any, **kwargs: Any) -> Any:
+    found = _find_reads(*args, **kwargs)
+    return reads.Reads(found.names, ())
+
+
+_find_reads = module.find_reads
+
+
+MUTANTS: dict[str, Mutant] = {
+    "members: parameters, buffers and modules by identity": Mutant(
+        after_taking(_same_members), ("parameter_replaced", "buffer_rebound", "layer_replaced", "layer_shadowed")
+    ),
+    "memory and layout of parameters and buffers": Mutant(after_taking(_no_memory), ("new_data", "new_layout")),
+    "hooks on modules": Mutant(forget("_hooks"), ("forward_hook",)),
+    "hooks on all modules": Mutant(off(module.torch_module, "_has_any_global_hook", lambda: False), ("global_hook",)),
+    "training flags": Mutant(without_flags(0), ("submodule_mode",)),
+    "trainability": Mutant(without_flags(1), ("freeze", "freeze_most")),
+    "attributes": Mutant(after_taking(lambda s: _forget_attributes(s)), ("attribute",)),
+    "containers and objects in attributes": Mutant(
+        after_taking(lambda s: s.__dict__.update(_containers=[], _add_containers=lambda *_: None)),
+        ("inside_container", "attribute_of_object"),
+    ),
+    "globals, closures and class attributes": Mutant(
+        off(module, "find_reads", _variables_gone),
+        ("global_number", "global_function", "closure_variable", "class_attribute"),
+    ),
+    "forward of the class": Mutant(
+        all_of(forget("_forwards"), off(reads, "_class_members", lambda *_: ())), ("class_forward",)
+    ),
+    "forward on an instance": Mutant(off(module, "is_interposed", lambda value: True), ("instance_forward",)),
+    "modes: autocast": Mutant(frozen_modes(autocast=(), autocast_cache=False), ("autocast",)),
+    "modes: gradients": Mutant(
+        frozen_modes(grad=True, inference=False),
+        tests=("tests/field/test_c_calls.py::test_f09_a_call_without_gradients_before_the_one_that_trains[tape]",),
+    ),
+    "modes: default dtype": Mutant(
+        frozen_modes(default_dtype=torch.float32), tests=("tests/parity/test_changes.py::test_default_dtype",)
+    ),
+    "modes: deterministic algorithms": Mutant(
+        frozen_modes(switches=()), tests=("tests/parity/test_changes.py::test_deterministic_flag",)
+    ),
+    "arguments: shapes and strides": Mutant(without_layouts(lambda layout: layout[2:]), ("shape", "layout")),
+    "arguments: trainability": Mutant(without_layouts(lambda layout: (*layout[:3], *layout[4:])), ("trainable_input",)),
+    "arguments: alignment": Mutant(
+        without_layouts(lambda layout: layout[:4]),
+        tests=("tests/mutation/test_guards.py::test_another_alignment_is_another_signature",),
+    ),
+    "arguments: shared memory": Mutant(
+        without_aliases,
+        tests=(
+            "tests/mutation/test_guards.py::test_arguments_that_share_memory_are_another_signature",
+            "tests/mutation/test_guards.py::test_a_parameter_of_the_networks_own_as_argument",
+        ),
+    ),
+    "a call that waits for its backward": Mutant(
+        off(runner.Slot, "is_pending", lambda self: False),
+        tests=("tests/mutation/test_guards.py::test_a_result_differentiated_one_step_later",),
+    ),
+    "pattern of incoming gradients": Mutant(
+        off(Recording, "matches", lambda self, cotangents: True), ("results_used",)
+    ),
+    "gradients that someone holds": Mutant(off(GradientBuffers, "held", lambda self, positions: False), ("keeping",)),
+    "gradients that are alive": Mutant(
+        off(Publication, "is_possible", lambda self: not self.buffers.held(self.positions)),
+        ("own_gradients",),
+        before=(("accumulation", 1),),
+    ),
+    "live gradients while another recording is made": Mutant(
+        off(runner, "_keeping", lambda tensors: ExitStack()), ("calls",)
+    ),
+    "uses of parameters outside": Mutant(
+        off(runner.Runner, "_outside_uses", lambda self, loss: []),
+        ("penalty",),
+        tests=("tests/parity/test_gradients.py::test_parameters_used_outside",),
+    ),
+    "order of three and more parts of a gradient": Mutant(
+        off(runner.Runner, "_collect_native_parts", lambda self, loss: []), ("calls",), before=(("calls", 1),)
+    ),
+    "results made from each other": Mutant(
+        off(runner.Sample, "keep_outer_cotangents", lambda self, loss: None),
+        tests=("tests/statemachine/test_statemachine.py::test_without_events_all_is_replayed",),
+    ),
+    "random numbers of the host": Mutant(
+        off(snapshot.HostRandom, "moved_since", lambda self, earlier: None),
+        ("habit",),
+        tests=("tests/limits/test_limits.py::test_what_a_recording_cannot_hold_is_native",),
+    ),
+    "attributes that the forward writes": Mutant(
+        off(AttributeWatch, "difference", lambda self: None),
+        tests=("tests/limits/test_limits.py::test_an_attribute_set_by_the_network_is_native",),
+    ),
+    "arguments and parameters that the forward writes": Mutant(
+        off(Inspector, "_check_writes", lambda self, *_: None),
+        tests=("tests/field/test_f_python_state.py::test_f22_weights_pruned_in_the_forward",),
+    ),
+    "comparison of two steps' operations": Mutant(
+        off(Tracer, "note", lambda self, *_: None),
+        tests=("tests/limits/test_limits.py::test_an_audit_sees_what_no_guard_reaches",),
+    ),
+    "certification": Mutant(
+        off(runner, "certify", lambda *_, **__: Verdict("bitwise")),
+        tests=("tests/mutation/test_certification.py::test_a_wrong_recording_is_not_used",),
+    ),
+}
+
+
+def _forget_attributes(state: ModuleState) -> None:
+    state._attributes = [{} for _ in state._attributes]
+    state._read_attributes = lambda _: {}  # type: ignore[method-assign]
+    state._prepare_attributes()
+
+
+__all__ = ["MUTANTS", "Mutant", "switched_off"]
