@@ -538,6 +538,22 @@ def test_a_hook_gets_its_own_gradient() -> None:
     assert strategy.report().steps_replayed == STEPS - 4
 
 
+def test_a_hook_on_the_node_of_a_parameter_does_not_run() -> None:
+    class Keeping(Regression):
+        def __init__(self) -> None:
+            super().__init__(make_net())
+            self.calls = 0
+            weight = self.net[0].weight
+            self.node = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            self.node.register_hook(self.count)
+
+        def count(self, *_: Any) -> None:
+            self.calls += 1
+
+    assert fit(Keeping, "auto").calls == STEPS
+    assert fit(Keeping, replaying()).calls == 4
+
+
 def test_a_second_backward_of_a_replayed_step_is_an_error() -> None:
     class Twice(Regression):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
