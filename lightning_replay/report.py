@@ -46,8 +46,8 @@ class ReplayReport:
         gradients_published: Replayed backward passes whose gradients were published: one recorded copy into the stable
             buffers, which became `.grad`.
         gradients_added: Those that added gradients to live ones in place (accumulation, zeroing in place).
-        gradients_copied: Those in which gradients needed fresh memory, because someone kept a tensor on their buffers. A
-            pass that added as well counts in both; one that wrote free buffers without the recorded copy (several
+        gradients_copied: Those in which gradients needed fresh memory, because someone kept a tensor on their buffers.
+            A pass that added as well counts in both; one that wrote free buffers without the recorded copy (several
             calls a step, hooked parameters) counts in none.
         messages: For each reason met, the message of its first finding.
     """
