@@ -16,30 +16,42 @@ from tests.mutation.mutants import MUTANTS, Mutant, switched_off
 from tests.statemachine.world import EVENTS, World
 
 
+def difference(mutant: Mutant, name: str, choice: int) -> str | None:
+    """Returns how replay and native differ after an event, or None."""
+    world = World(seed=choice)
+    try:
+        for earlier, value in mutant.before:
+            EVENTS[earlier](world, value)
+        world.train(5)
+        EVENTS[name](world, choice)
+        world.train(3)
+        EVENTS[name](world, choice + 1)
+        world.train(4)
+    except (AssertionError, RuntimeError, IndexError, KeyError) as error:
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    finally:
+        world.close()
+    return None
+
+
 def by_event(mutant: Mutant) -> str | None:
-    """Returns the first event after which replay and native differ."""
+    """Returns the first event after which replay and native differ with the guard off, and not with it on."""
     for name in mutant.events:
         for choice in range(12):
-            world = World(seed=choice)
-            try:
-                for earlier, value in mutant.before:
-                    EVENTS[earlier](world, value)
-                world.train(5)
-                EVENTS[name](world, choice)
-                world.train(3)
-                EVENTS[name](world, choice + 1)
-                world.train(4)
-            except (AssertionError, RuntimeError, IndexError, KeyError) as error:
-                return f"{name}({choice}): {str(error).splitlines()[0][:90] if str(error) else type(error).__name__}"
-            finally:
-                world.close()
+            with switched_off(mutant):
+                found = difference(mutant, name, choice)
+            if found is not None:
+                if (always := difference(mutant, name, choice)) is not None:
+                    raise SystemExit(f"{name}({choice}) differs with all guards on: {always}")
+                return f"{name}({choice}): {found[:90]}"
     return None
 
 
 def by_test(mutant: Mutant) -> str | None:
     """Returns the first test that fails."""
     for test in mutant.tests:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with silent[0], silent[1], switched_off(mutant):
             failed = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", "--no-header", test])
         if failed == pytest.ExitCode.TESTS_FAILED:
             return test.split("::")[1]
@@ -58,8 +70,7 @@ def main() -> int:
     for name, mutant in MUTANTS.items():
         if arguments.only not in name:
             continue
-        with switched_off(mutant):
-            caught = by_event(mutant) or by_test(mutant)
+        caught = by_event(mutant) or by_test(mutant)
         rows.append({"guard": name, "caught_by": caught})
         print(f"{name:<55} {caught or '--- NOTHING ---'}", flush=True)
     unnoticed = [row["guard"] for row in rows if row["caught_by"] is None]

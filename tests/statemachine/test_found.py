@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""What the state machine and the field reports found, each as a short fit."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_replay import Reason
+from tests.helpers.bits import assert_same
+from tests.parity.harness import CLASSES, FEATURES, Learner, batches, check_replayed, mlp, run_both, script
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Inner(nn.Module):
+    """Gives a result that another result is made from, as networks with `hidden_states` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(inputs)
+        return self.head(hidden), hidden
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+def test_a_result_that_another_is_made_from(weight: float) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        logits, hidden = module.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        return loss + weight * hidden.square().mean() if weight else loss
+
+    trace = check_replayed(lambda: Learner(Inner(), step))
+
+    assert Reason.COTANGENTS not in trace.report.reasons
+
+
+class Changed(nn.Module):
+    """Multiplies with a number that something other than an attribute of a module holds."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.read = read
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs) * self.read()
+
+
+class Config:
+    def __init__(self) -> None:
+        self._gain = 1.0
+
+    def gain(self) -> float:
+        return self._gain
+
+
+def test_a_number_behind_a_function_that_the_module_holds() -> None:
+    def make() -> Learner:
+        gain = 1.0
+
+        def change(module: Any) -> None:
+            nonlocal gain
+            gain = 0.5
+
+        return Learner(Changed(lambda: gain), events={5: change})
+
+    check_replayed(make, actions=[*script(6), *script(6)], steps=12)
+
+
+def test_a_number_behind_a_method_of_an_object_that_the_module_holds() -> None:
+    class Configured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.config = mlp(), Config()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.net(inputs) * self.config.gain()
+
+    check_replayed(
+        lambda: Learner(Configured(), events={5: lambda module: setattr(module.net.config, "_gain", 0.5)}),
+        actions=[*script(6), *script(6)],
+        steps=12,
+    )
+
+
+def test_a_number_on_the_class_of_the_module() -> None:
+    def make() -> Learner:
+        class WithConstant(nn.Module):
+            gain = 1.0
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = mlp()
+
+            def forward(self, inputs: Tensor) -> Tensor:
+                return self.net(inputs) * self.gain
+
+        return Learner(WithConstant(), events={5: lambda module: setattr(WithConstant, "gain", 0.5)})
+
+    check_replayed(make, actions=[*script(6), *script(6)], steps=12)
+
+
+def test_two_layers_of_one_factory_have_closures_of_their_own() -> None:
+    def make() -> Learner:
+        changes = []
+
+        def layer() -> nn.Module:
+            gain = 1.0
+
+            def change() -> None:
+                nonlocal gain
+                gain = 0.5
+
+            changes.append(change)
+
+            class Layer(nn.Linear):
+                def forward(self, inputs: Tensor) -> Tensor:
+                    return super().forward(inputs) * gain
+
+            return Layer(FEATURES, FEATURES)
+
+        net = nn.Sequential(layer(), layer(), mlp())
+        return Learner(net, events={5: lambda _: changes[0](), 11: lambda _: changes[1]()})
+
+    check_replayed(make, actions=[*script(6), *script(6), *script(6)], steps=18)
+
+
+@pytest.mark.parametrize("later", [3, 4])
+def test_more_calls_in_later_steps(later: int) -> None:
+    """Two calls are replayed and others native: three parts of a sum keep their order."""
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        count = 2 if batch_idx < 5 else later
+        return torch.stack([F.cross_entropy(module.net(batch[0] * (1 + i)), batch[1]) for i in range(count)]).sum()
+
+    _, replay = run_both(lambda: Learner(mlp(), step), steps=10)
+
+    assert replay.trace is not None
+    assert replay.trace.actions[-2:] == ["replay", "replay"]
+
+
+def test_penalties_before_and_after_a_call() -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        weight = module.net[4].weight
+        before = (weight * 1.3).square().sum() if batch_idx >= 4 else 0.0
+        loss = F.cross_entropy(module.net(batch[0]), batch[1])
+        return loss + 0.1 * before + 0.1 * (weight.abs().sum() if batch_idx >= 4 else 0.0)
+
+    _, replay = run_both(lambda: Learner(mlp(), step), steps=10)
+
+    assert replay.trace is not None
+    assert replay.trace.actions[3:] == ["replay"] * 7
+
+
+class Residual(nn.Module):
+    """Uses its argument several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.left(inputs).tanh() * self.right(inputs).sigmoid() * 0.5 + 0.1
+
+
+class Shortcuts(Learner):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, CLASSES))
+        self.embed, self.block = nn.Linear(FEATURES, 8), Residual()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.embed(batch[0])
+        return F.cross_entropy(self.net(self.block(hidden) + hidden * 0.3), batch[1])
+
+
+def test_an_argument_that_is_used_outside_as_well() -> None:
+    _, replay = run_both(Shortcuts, steps=10)
+
+    assert replay.trace is not None
+    assert Reason.SHARED_PARAMETER in replay.trace.report.reasons
+    assert "block" not in {recording.region for recording in replay.trace.report.recordings}
+
+
+def test_gradients_are_there_after_a_backward_that_failed_half_way() -> None:
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("a hook of the user's own")
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        if batch_idx == 6:
+            inputs.register_hook(fail)
+        return F.cross_entropy(module.net(inputs), batch[1])
+
+    native, replay = run_both(lambda: Learner(mlp(), step), batches(), steps=8)
+
+    assert isinstance(native.error, ValueError)
+    theirs, ours = (dict(arm.modules[0].named_parameters()) for arm in (native, replay))
+    reached = {name: parameter.grad for name, parameter in theirs.items() if parameter.grad is not None}
+    assert reached
+    assert_same(reached, {name: ours[name].grad for name in reached})
