@@ -644,7 +644,8 @@ class Runner:
     def _collect_native_parts(self, loss: Tensor) -> list[Any]:
         """Collects native contributions to parameters that replayed calls contribute to as well, in order of arrival.
 
-        Two parts of a sum may be swapped, three may not: there the order in which autograd adds them counts.
+        Two parts of a sum may be swapped, three may not, a live gradient included: there the order in which autograd
+        adds them counts.
 
         Returns:
             Handles of the hooks that collect them.
@@ -675,7 +676,11 @@ class Runner:
                 elif following not in seen:
                     seen.add(following)
                     pending.append(following)
-        mixed = [key for key, count in replayed.items() if key in native and count + len(native[key]) > 2]
+        mixed = [
+            key
+            for key, count in replayed.items()
+            if key in native and (count + len(native[key]) > 2 or native[key][0][2].grad is not None)
+        ]
         places: dict[Any, dict[int, Parameter]] = {}
         for key in mixed:
             for node, index, parameter in native[key]:

@@ -53,6 +53,7 @@ class Arm:
             self.runner = Runner(backend, warmup_steps=1, max_recordings=4, certify="auto", on_finding=self._note)
         self.handles: list[Any] = []
         self.seen: list[Any] = []
+        self.seen_gradients: dict[int, list[Any]] = {}
         self.kept: list[Any] = []
         self.rng: Any = None
 
@@ -182,9 +183,12 @@ class World:
             return
         assert_same(native, replay, "step")
         assert_same(self._state(self.native), self._state(self.replay), "state")
-        assert_same(self.native.rng, self.replay.rng, "random")
+        if self.native.rng[1] != self.replay.rng[1]:  # comparing six hundred numbers one by one takes its time
+            assert_same(self.native.rng[1], self.replay.rng[1], "Python's random")
+        assert_same(self.native.rng[::2], self.replay.rng[::2], "random")
         assert_same(self.native.kept, self.replay.kept, "kept")
         assert_same(self.native.seen, self.replay.seen, "seen by hooks")
+        assert_same(self.native.seen_gradients, self.replay.seen_gradients, "seen by hooks on parameters")
         self.end = None
 
     def _step(self, arm: Arm, batches: list[list[Tensor | None]], label: Tensor) -> dict[str, Any]:
@@ -301,7 +305,7 @@ class World:
 
     def fresh(self, like: Tensor) -> Callable[[], Tensor]:
         """Returns a maker of equal new values, one for each arm."""
-        values = torch.randn(like.shape, generator=self.generator) * 0.3
+        values = torch.randn(like.shape, generator=self.generator, dtype=like.dtype) * 0.3
         return lambda: values.clone()
 
 
@@ -425,7 +429,9 @@ def parameter_hook(world: World, choice: int) -> None:
         if choice % 2:
             arm.handles.append(parameter.register_hook(lambda g: g * 0.5))
         else:
-            see = functools.partial(_note_gradient, arm.seen)
+            # The hooks of one parameter; those of several run in another order (docs/limits.md).
+            place = next(i for i, other in enumerate(arm.root.parameters()) if other is parameter)
+            see = functools.partial(_note_gradient, arm.seen_gradients.setdefault(place, []))
             arm.handles.append(parameter.register_post_accumulate_grad_hook(see))
 
 
@@ -433,12 +439,11 @@ def parameter_hook(world: World, choice: int) -> None:
 def global_hook(world: World, choice: int) -> None:
     register = pick((torch_module.register_module_forward_hook, torch_module.register_module_forward_pre_hook), choice)
     arms = world.arms
-    current = {id(m): arm for arm in arms for m in arm.root.modules()}
 
     def note(module: nn.Module, *_: Any) -> None:
-        arm = current.get(id(module))
-        if arm is not None:
-            arm.seen.append(type(module).__name__)
+        for arm in arms:
+            if any(module is other for other in arm.root.modules()):
+                arm.seen.append(type(module).__name__)
 
     arms[0].handles.append(register(note))
 
@@ -632,7 +637,7 @@ def validation(world: World, choice: int) -> None:
         with arm.own_random(), torch.inference_mode() if choice % 2 else torch.no_grad():
             if choice % 4 < 2:
                 arm.root.eval()
-            found.append(_outcome(lambda net=arm.root.net: net(values)["logits"]))
+            found.append(_outcome(lambda net=arm.root.net: net(values.clone())["logits"]))
         for module, mode in zip(arm.root.modules(), modes, strict=True):
             module.training = mode
     assert_same(*found, "validation")
@@ -669,7 +674,7 @@ def deep_copy(world: World, choice: int) -> None:
         made = copy.deepcopy(arm.root.net)
 
         def differentiate(made: Net = made) -> Any:
-            loss = made(values)["logits"].sum()
+            loss = made(values.clone())["logits"].sum()
             loss.backward()
             return loss.detach(), {k: p.grad for k, p in made.named_parameters()}, dict(made.state_dict())
 
