@@ -649,8 +649,12 @@ class Runner:
 
         Returns:
             Handles of the hooks that collect them.
+
+        Raises:
+            NotReplayedError: If a recording holds a sum that other parts belong into.
         """
         replayed: Counter[int] = Counter()
+        fragile: dict[int, Region] = {}  # where a recording has already added or cast what others should have joined
         native: dict[int, list[tuple[Any, int, Parameter]]] = {}
         pending = [loss.grad_fn] if loss.grad_fn is not None else []
         seen = set(pending)
@@ -660,6 +664,10 @@ class Runner:
             if replays:
                 call: PendingCall = node.pending  # type: ignore[attr-defined]
                 publication = call.engaged.publication
+                recording = call.engaged.recording
+                cached = recording.call.modes.autocast_caches_weights
+                positions = publication.positions if cached else recording.several_uses
+                fragile |= {id(publication.buffers.parameters[i]): call.region for i in positions}
                 hooked = set(map(id, call.hooked))
                 replayed.update(
                     key
@@ -676,6 +684,10 @@ class Runner:
                 elif following not in seen:
                     seen.add(following)
                     pending.append(following)
+        for key, region in fragile.items():
+            if replayed[key] + len(native.get(key, ())) > 1:
+                actual = "a use that was not there when the region was recorded"
+                raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, region.name, "one use of it", actual))
         mixed = [
             key
             for key, count in replayed.items()
