@@ -435,9 +435,9 @@ class ReplayStrategy(SingleDeviceStrategy):
             norm_replays=0 if clipper is None else clipper.replays,
             norm_copied=0 if clipper is None else clipper.copied,
             norm_native={} if clipper is None else dict(clipper.native),
-            gradients_published=self._published + (runner.published if runner is not None else 0),
-            gradients_added=self._added + (runner.added if runner is not None else 0),
-            gradients_copied=self._copied + (runner.copied if runner is not None else 0),
+            gradients_published=self._published + (runner.gradients.published if runner is not None else 0),
+            gradients_added=self._added + (runner.gradients.added if runner is not None else 0),
+            gradients_copied=self._copied + (runner.gradients.copied if runner is not None else 0),
             messages=dict(self._messages),
         )
 
@@ -452,9 +452,9 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._recordings: list[RecordingStats] = []
 
     def _take_counts(self, runner: Runner) -> None:
-        self._published += runner.published
-        self._added += runner.added
-        self._copied += runner.copied
+        self._published += runner.gradients.published
+        self._added += runner.gradients.added
+        self._copied += runner.gradients.copied
         self._recordings += runner.recordings
 
 

@@ -65,7 +65,7 @@ def host_access(
         return None
     # Fused attention keeps seed and offset of its dropout on the host natively, and on the device under capture.
     seeds = "attention" in name
-    on_host = [t for t in tensors if t.device.type == "cpu" and not (seeds and t.dim() == 0 and not t.is_floating_point())]
+    on_host = [t for t in tensors if t.device.type == "cpu" and not (seeds and t.dim() == 0 and t.dtype is torch.int64)]
     target = kwargs.get("device")
     to_host = target is not None and torch.device(target).type == "cpu"
     if torch.Tag.nondeterministic_seeded in func.tags and (on_host or (not tensors and (to_host or target is None))):

@@ -228,7 +228,7 @@ class ModuleState:
 
 
 def _held_code(modules: Sequence[Module]) -> tuple[set[type], set[FunctionType]]:
-    """Returns the classes of the objects, and the functions, that modules hold: their code may run in a forward pass."""
+    """Returns the classes of the objects, and the functions, that modules hold: a forward pass may run their code."""
     types: set[type] = set()
     functions: set[FunctionType] = set()
     pending = [(v, 0) for m in modules for k, v in m.__dict__.items() if k not in _TORCH_OWN and not is_interposed(v)]

@@ -195,4 +195,3 @@ def test_the_host_does_not_wait_between_backward_and_update(arm, precision):
     assert len(launches) == 1, window.events
     assert not waits, waits
     assert window.norm.device.type == "cuda"
-

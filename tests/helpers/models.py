@@ -39,7 +39,8 @@ class _WithAdamW(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self._optimizer is not None:
             return self._optimizer(self.parameters(), lr=self._learning_rate)  # type: ignore[call-arg]
-        return torch.optim.AdamW(self.parameters(), lr=self._learning_rate, weight_decay=0.01, fused=self._fused or None)
+        fused = self._fused or None  # False would switch the foreach implementation off too
+        return torch.optim.AdamW(self.parameters(), lr=self._learning_rate, weight_decay=0.01, fused=fused)
 
 
 class DigitsCNN(_WithAdamW):

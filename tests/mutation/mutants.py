@@ -10,14 +10,17 @@ from unittest.mock import patch
 
 import torch
 
-from lightning_replay import runner
 from lightning_replay.certification import Verdict
+from lightning_replay.dispatch import Slot
 from lightning_replay.engine import modes, snapshot
 from lightning_replay.engine.recording import Recording
 from lightning_replay.gradients import GradientBuffers, Publication
 from lightning_replay.guards import module, reads, signature
 from lightning_replay.guards.module import AttributeWatch, ModuleState
 from lightning_replay.inspection import Inspector, Tracer
+from lightning_replay.runner import making
+from lightning_replay.runner.backward import BackwardPass
+from lightning_replay.runner.calls import Sample
 
 Off = Callable[[ExitStack], None]
 
@@ -200,7 +203,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "a call that waits for its backward": Mutant(
-        off(runner.Slot, "is_pending", lambda self: False),
+        off(Slot, "is_pending", lambda self: False),
         tests=("tests/mutation/test_guards.py::test_a_result_differentiated_one_step_later",),
     ),
     "pattern of incoming gradients": Mutant(
@@ -213,18 +216,18 @@ MUTANTS: dict[str, Mutant] = {
         before=(("accumulation", 1),),
     ),
     "live gradients while another recording is made": Mutant(
-        off(runner, "_keeping", lambda tensors: ExitStack()), ("calls",)
+        off(making, "_keeping", lambda tensors: ExitStack()), ("calls",)
     ),
     "uses of parameters outside": Mutant(
-        off(runner.Runner, "_outside_uses", lambda self, loss: []),
+        off(BackwardPass, "_outside_uses", lambda self, loss: []),
         ("penalty",),
         tests=("tests/parity/test_gradients.py::test_parameters_used_outside",),
     ),
     "order of three and more parts of a gradient": Mutant(
-        off(runner.Runner, "_collect_native_parts", lambda self, loss: []), ("calls",), before=(("calls", 1),)
+        off(BackwardPass, "_collect_native_parts", lambda self, loss: []), ("calls",), before=(("calls", 1),)
     ),
     "results made from each other": Mutant(
-        off(runner.Sample, "keep_outer_cotangents", lambda self, loss: None),
+        off(Sample, "keep_outer_cotangents", lambda self, loss: None),
         tests=("tests/statemachine/test_statemachine.py::test_without_events_all_is_replayed",),
     ),
     "random numbers of the host": Mutant(
@@ -245,7 +248,7 @@ MUTANTS: dict[str, Mutant] = {
         tests=("tests/limits/test_limits.py::test_an_audit_sees_what_no_guard_reaches",),
     ),
     "certification": Mutant(
-        off(runner, "certify", lambda *_, **__: Verdict("bitwise")),
+        off(making, "certify", lambda *_, **__: Verdict("bitwise")),
         tests=("tests/mutation/test_certification.py::test_a_wrong_recording_is_not_used",),
     ),
 }

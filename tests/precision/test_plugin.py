@@ -348,9 +348,7 @@ def test_accumulation_clips_on_stepping_batches_alone(arm):
     replay = fit(make_strategy if plugin is None else "auto", plugin, **options)
     compare(fit(**options), replay)
     replays, native = (
-        (plugin.norm_replays, plugin.norm_native)
-        if plugin
-        else (replay.report.norm_replays, replay.report.norm_native)
+        (plugin.norm_replays, plugin.norm_native) if plugin else (replay.report.norm_replays, replay.report.norm_native)
     )
     assert replays > 3
     assert replays + sum(native.values()) == 10
@@ -524,5 +522,3 @@ def test_a_strategy_that_ignores_says_nothing():
         replay = fit(lambda: make_strategy(on_native="ignore"), module=ClipsItself)
     assert replay.report.norm_native == {Reason.NORM_OVERRIDDEN: 1}
     assert "norm_overridden" in replay.report.as_dict()["messages"]
-
-

@@ -95,7 +95,6 @@ FITS: dict[str, tuple[Any, Reason, dict[str, Any]]] = {
 }
 
 
-
 @pytest.mark.parametrize("name", FITS)
 def test_equal_to_native_with_the_reason(name: str) -> None:
     make, reason, options = FITS[name]

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""The autograd pass of a step: replayed calls are differentiated, and their gradients handed over at its end."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_replay.dispatch import Region
+from lightning_replay.engine.backend import GraphBackend
+from lightning_replay.engine.layout import clone_exactly
+from lightning_replay.engine.recording import Recorder
+from lightning_replay.engine.snapshot import Snapshot
+from lightning_replay.engine.standins import stand_ins
+from lightning_replay.errors import NotReplayedError
+from lightning_replay.gradients import GradientBuffers, hand_over
+from lightning_replay.reasons import Finding, Reason
+from lightning_replay.runner.calls import NativePart, PendingCall, ReplayFunction, edges, hooked_parameters
+from lightning_replay.runner.making import spread
+
+MAX_COTANGENT_MISMATCHES = 3
+"""Backward passes redone natively, because another set of results got gradients, before a recording is retired."""
+
+
+class BackwardPass:
+    """Differentiates the replayed calls of a step and hands their gradients over.
+
+    Attributes:
+        running: Autograd is at work on a loss of Lightning's.
+        observed: Region and autograd node of each output of an observed native call of this step.
+        published: Passes whose gradients were published into stable buffers.
+        added: Passes in which gradients were added to live ones.
+        copied: Passes in which gradients needed memory of their own.
+
+    Args:
+        backend: Gives the device's generator.
+        regions: The regions of the run; the list may grow.
+        on_finding: Called for each finding.
+    """
+
+    def __init__(self, backend: GraphBackend, regions: list[Region], on_finding: Callable[[Finding], None]) -> None:
+        self._backend = backend
+        self._regions = regions
+        self._on_finding = on_finding
+        self._arrived: list[PendingCall | NativePart] = []
+        self.running = False
+        self.observed: list[tuple[Region, Any]] = []
+        self.published = 0
+        self.added = 0
+        self.copied = 0
+
+    def forget(self) -> None:
+        """Drops what a step without a backward left behind."""
+        self._arrived.clear()
+        self.observed.clear()
+
+    @contextlib.contextmanager
+    def around(self, loss: Tensor, replayed: bool) -> Iterator[None]:
+        """Surrounds the autograd pass of a step.
+
+        Args:
+            loss: The tensor that is differentiated.
+            replayed: Whether any call of the step was replayed.
+        """
+        outside = self._outside_uses(loss)
+        if replayed:
+            self._check_inputs(loss)
+        # A parameter gets native gradients only where the walk met it, or below an observed call.
+        hooks = self._collect_native_parts(loss) if outside or self.observed else []
+        before = {p: p.grad for p in outside}
+        for parameter in before:
+            parameter.grad = None
+        self.running = True
+        try:
+            yield
+            self._settle(before)
+        except Exception:  # what has been differentiated until then has its gradients, as in native
+            with contextlib.suppress(NotReplayedError):
+                self._settle(before)
+            raise
+        finally:
+            self.running = False
+            for hook in hooks:
+                hook.remove()
+            for parameter, gradient in before.items():
+                if gradient is not None and parameter.grad is not gradient:
+                    if parameter.grad is not None:
+                        with torch.no_grad():
+                            gradient.add_(parameter.grad)
+                    parameter.grad = gradient
+            self._arrived.clear()
+        self.observed.clear()
+
+    def drop_failed(self, region: Region, error: Exception) -> None:
+        """Drops the recordings of a region after a replay that raised."""
+        finding = Finding(Reason.REPLAY_FAILED, region.name, "a replay", f"{type(error).__name__}: {error}")
+        region.retire(finding)
+        self._on_finding(finding)
+
+    def _outside_uses(self, loss: Tensor) -> list[Parameter]:
+        """Walks the autograd graph around the regions' calls and finds their parameters in it.
+
+        Returns:
+            The parameters that replayed calls and operations outside of them share.
+        """
+        inner = {node for _, node in self.observed}
+        shared: list[Parameter] = []
+        replayed: set[int] = set()
+        pending = [loss.grad_fn] if loss.grad_fn is not None else []
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            if node in inner:
+                continue
+            if isinstance(node, ReplayFunction._backward_cls):
+                call: PendingCall = node.pending  # type: ignore[attr-defined]
+                replayed |= call.engaged.publication.buffers.positions.keys()
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                for region in self._regions:
+                    if region.buffers is not None and id(variable) in region.buffers.positions:
+                        region.outside.add(region.buffers.positions[id(variable)])
+                        shared.append(variable)
+                continue
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+        return [parameter for parameter in dict.fromkeys(shared) if id(parameter) in replayed]
+
+    def _check_inputs(self, loss: Tensor) -> None:
+        """Refuses a backward pass that would add up the gradient of a replayed call's argument in another order.
+
+        Raises:
+            NotReplayedError: If another operation uses an argument that the recorded call uses several times.
+        """
+        calls: dict[Any, list[tuple[PendingCall, int]]] = {}
+        for node, edge in edges(loss):
+            if isinstance(node, ReplayFunction._backward_cls):
+                call: PendingCall = node.pending  # type: ignore[attr-defined]
+                if edge in call.input_uses:
+                    calls.setdefault(edge, []).append((call, node._sequence_nr()))  # type: ignore[attr-defined]
+        if not any(call.input_uses[edge] > 1 for edge, users in calls.items() for call, _ in users):
+            return
+        for node, edge in edges(loss):
+            for call, number in calls.get(edge, ()):
+                if call.input_uses[edge] > 1 and node._sequence_nr() > number:
+                    actual = "a use that was not there when the region was recorded"
+                    where = call.region.name
+                    raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, where, "one use of an argument", actual))
+
+    def _collect_native_parts(self, loss: Tensor) -> list[Any]:
+        """Collects native contributions to parameters that replayed calls contribute to as well, in order of arrival.
+
+        Two parts of a sum may be swapped, three may not, a live gradient included: there the order in which autograd
+        adds them counts.
+
+        Returns:
+            Handles of the hooks that collect them.
+
+        Raises:
+            NotReplayedError: If a recording holds a sum that other parts belong into.
+        """
+        replayed: Counter[int] = Counter()
+        fragile: dict[int, Region] = {}  # where a recording has already added or cast what others should have joined
+        native: dict[int, list[tuple[Any, int, Parameter]]] = {}
+        pending = [loss.grad_fn] if loss.grad_fn is not None else []
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            replays = isinstance(node, ReplayFunction._backward_cls)
+            if replays:
+                call: PendingCall = node.pending  # type: ignore[attr-defined]
+                publication = call.engaged.publication
+                recording = call.engaged.recording
+                cached = recording.call.modes.autocast_caches_weights
+                positions = publication.positions if cached else recording.several_uses
+                fragile |= {id(publication.buffers.parameters[i]): call.region for i in positions}
+                hooked = set(map(id, call.hooked))
+                replayed.update(
+                    key
+                    for key in (id(publication.buffers.parameters[i]) for i in publication.positions)
+                    if key not in hooked
+                )
+            for index, (following, _) in enumerate(node.next_functions):
+                if following is None:
+                    continue
+                variable = getattr(following, "variable", None)
+                if variable is not None:
+                    if not replays:
+                        native.setdefault(id(variable), []).append((node, index, variable))
+                elif following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+        for key, region in fragile.items():
+            if replayed[key] + len(native.get(key, ())) > 1:
+                actual = "a use that was not there when the region was recorded"
+                raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, region.name, "one use of it", actual))
+        mixed = [
+            key
+            for key, count in replayed.items()
+            if key in native and (count + len(native[key]) > 2 or native[key][0][2].grad is not None)
+        ]
+        places: dict[Any, dict[int, Parameter]] = {}
+        for key in mixed:
+            for node, index, parameter in native[key]:
+                places.setdefault(node, {})[index] = parameter
+        return [node.register_hook(partial(self._take_native_parts, places)) for node, places in places.items()]
+
+    def _take_native_parts(
+        self, places: dict[int, Parameter], gradients: tuple[Tensor | None, ...], _: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Keeps contributions of a native operation from autograd, to be added in their turn."""
+        for index, parameter in places.items():
+            gradient = gradients[index]
+            if gradient is not None:
+                self._arrived.append(NativePart(parameter, gradient))
+        return tuple(None if index in places else gradient for index, gradient in enumerate(gradients))
+
+    def differentiate(self, pending: PendingCall, cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Replays the backward of a call; called by autograd.
+
+        Raises:
+            NotReplayedError: If the call is differentiated in a way that a recording cannot give.
+        """
+        name = pending.region.name
+        if torch.is_grad_enabled():
+            raise NotReplayedError(Finding(Reason.HIGHER_ORDER, name, "one plain backward", "create_graph=True"))
+        if pending.done or not self.running:
+            actual = "another backward" if pending.done else "a backward outside of Lightning's"
+            raise NotReplayedError(Finding(Reason.REPEATED_BACKWARD, name, "one backward by Lightning", actual))
+        pending.done = True
+        engaged = pending.engaged
+        recording = engaged.recording
+        failed = None
+        if matches := recording.matches(cotangents):
+            try:
+                recording.backward(cotangents)
+            except Exception as error:  # whatever the driver reports
+                failed = error
+        if matches and failed is None:
+            pending.gradients = recording.gradients
+            inputs = [None if g is None else clone_exactly(g) for g in recording.input_gradients]
+        else:
+            pending.recomputed = True
+            pending.gradients, inputs = self._recompute(pending, cotangents)
+        if failed is not None:
+            self.drop_failed(pending.region, failed)
+        elif not matches:
+            engaged.mismatches += 1
+            finding = Finding(Reason.COTANGENTS, name, "gradients for the same results", "another set or layout")
+            self._on_finding(finding)
+            if engaged.mismatches >= MAX_COTANGENT_MISMATCHES:
+                pending.region.retire(finding)
+        self._arrived.append(pending)
+        trainable = [g for g, wanted in zip(inputs, recording.call.differentiable, strict=True) if wanted]
+        return *trainable, *self._through_autograd(pending)
+
+    def _through_autograd(self, pending: PendingCall) -> list[Tensor | None]:
+        """Gives the gradients of hooked parameters to autograd, in memory of their own."""
+        if not pending.hooked:
+            return []
+        positions = pending.engaged.publication.buffers.positions
+        gradients = list(pending.gradients)
+        given: list[Tensor | None] = []
+        for parameter in pending.hooked:
+            position = positions[id(parameter)]
+            gradient = gradients[position]
+            given.append(None if gradient is None else clone_exactly(gradient))
+            gradients[position] = None
+        pending.gradients = gradients
+        return given
+
+    def _recompute(
+        self, pending: PendingCall, cotangents: tuple[Tensor | None, ...]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Runs a replayed call natively from the state at its entry, and differentiates that run."""
+        recording = pending.engaged.recording
+        buffers = pending.engaged.publication.buffers
+        now = Snapshot(self._backend, recording.written)
+        for buffer, shadow in zip(recording.written.values(), recording.shadows, strict=True):
+            buffer.data.copy_(shadow)
+        if pending.random_before is not None:
+            self._backend.set_random_state(pending.random_before)
+        trainable = [i for i, p in enumerate(buffers.parameters) if p.requires_grad]
+        try:
+            with stand_ins(pending.region.module, [buffers.parameters[i] for i in trainable]) as leaves:
+                recorder = Recorder(self._backend, recording.pool, recording.call, leaves, cotangents)
+                gradients, inputs = recorder.differentiate_natively()
+        finally:
+            now.restore()
+        return spread(gradients, trainable, len(buffers.parameters)), inputs
+
+    def _settle(self, shared: dict[Parameter, Tensor | None]) -> None:
+        """Hands the gradients of all calls of the step over to the parameters."""
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return
+        pending = arrived[0]
+        if len(arrived) == 1 and not shared and isinstance(pending, PendingCall) and not pending.recomputed:
+            publication = pending.engaged.publication
+            whole = pending.gradients is pending.engaged.recording.gradients and not hooked_parameters(pending.engaged)
+            if whole and publication.is_possible():
+                try:
+                    publication.publish()
+                except Exception as error:  # whatever the driver reports
+                    self.drop_failed(pending.region, error)
+                else:
+                    self.published += 1
+                    return
+        contributions: dict[Parameter, list[Tensor]] = {}
+        several: dict[Parameter, Region] = {}
+        owners: dict[Parameter, tuple[GradientBuffers, int]] = {}
+        for pending in arrived:
+            if isinstance(pending, NativePart):
+                contributions.setdefault(pending.parameter, []).append(pending.gradient)
+                continue
+            buffers = pending.engaged.publication.buffers
+            recording = pending.engaged.recording
+            for position, gradient in enumerate(pending.gradients):
+                if gradient is not None:
+                    parameter = buffers.parameters[position]
+                    contributions.setdefault(parameter, []).append(gradient)
+                    owners.setdefault(parameter, (buffers, position))
+                    if position in recording.several_uses:
+                        several[parameter] = pending.region
+        for parameter, parts in contributions.items():
+            region = several.get(parameter)
+            if region is not None and len(parts) + (parameter in shared) > 1:
+                actual = "a use that was not there when the region was recorded"
+                raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, region.name, "one use of it", actual))
+        late = {p: contributions.pop(p) for p in [*contributions] if p._backward_hooks or p._post_accumulate_grad_hooks}
+        added, fresh = hand_over(contributions, owners)
+        self.added += added > 0
+        self.copied += fresh > 0
+        for parameter, parts in late.items():  # hooks that came after the forward pass
+            if parameter in shared:
+                expected, actual = "hooks from before the forward pass", "a hook that came later"
+                where = f"a parameter of shape {tuple(parameter.shape)}"
+                raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, where, expected, actual))
+            torch.autograd.backward(parameter, sum(parts[1:], start=clone_exactly(parts[0])))

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Make a recording of a native call after its step: warm up, capture, certify, and leave no trace."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_replay.certification import Trial, Verdict, certify
+from lightning_replay.dispatch import Engaged, Region
+from lightning_replay.engine.backend import GraphBackend
+from lightning_replay.engine.layout import clone_exactly
+from lightning_replay.engine.recording import Call, Recorder, Recording, Reference
+from lightning_replay.engine.snapshot import Snapshot
+from lightning_replay.engine.standins import stand_ins
+from lightning_replay.errors import CaptureError
+from lightning_replay.gradients import Publication
+from lightning_replay.guards.module import AttributeWatch
+from lightning_replay.inspection import Inspector
+from lightning_replay.reasons import Finding, Reason
+from lightning_replay.report import RecordingStats
+from lightning_replay.runner.calls import Sample
+from lightning_replay.runner.modules import is_compiled
+
+MIN_OPERATIONS = 8
+"""Forward operations below which a part of a network does not pay for its own replay."""
+
+
+class Maker:
+    """Makes samples into recordings.
+
+    Args:
+        backend: Makes the graphs.
+        certify: How a fresh recording is compared with native before it is used.
+        regions: The regions of the run; the list may grow.
+    """
+
+    def __init__(
+        self, backend: GraphBackend, certify: Literal["auto", "bitwise", "off"], regions: list[Region]
+    ) -> None:
+        self._backend = backend
+        self._certify = certify
+        self._regions = regions
+
+    def make(self, sample: Sample, step: int) -> Engaged | Finding:
+        """Makes a sample into a recording, and leaves no trace whether that succeeds or not.
+
+        Args:
+            sample: The native call; its step's backward pass is over.
+            step: The number of the step.
+
+        Returns:
+            The recording, or why there is none.
+        """
+        region = sample.region
+        assert region.state is not None
+        for position in sample.unreached:
+            sample.cotangents[position] = None
+        started = time.perf_counter()
+        present = Snapshot(self._backend, region.state.buffers)
+        weights = Snapshot(self._backend, region.state.parameters)
+        attributes = AttributeWatch(region.name, region.module)
+        finding = None
+        try:
+            engaged = self._record(sample, step)
+            engaged.stats.capture_seconds = time.perf_counter() - started
+        except CaptureError as error:
+            finding = error.finding
+        except torch.cuda.OutOfMemoryError as error:
+            finding = Finding(Reason.OUT_OF_MEMORY, region.name, "memory for a recording", str(error).split("\n")[0])
+        except Exception as error:
+            finding = Finding(Reason.CAPTURE_FAILED, region.name, "a recording", f"{type(error).__name__}: {error}")
+        finally:
+            changed = attributes.difference()
+            attributes.restore()
+            written = Snapshot(self._backend, region.state.parameters).names_changed_since(weights)
+            weights.restore()
+            present.restore()
+        if finding is None and changed is not None:
+            finding = changed
+        if finding is None and written:
+            finding = Finding(Reason.PARAMETER_WRITTEN, written[0], "parameters that are only read", "written in place")
+        return engaged if finding is None else finding
+
+    def _record(self, sample: Sample, step: int) -> Engaged:
+        """Warms up, captures and certifies.
+
+        Raises:
+            CaptureError: If the call cannot be recorded, or a trial replay differs from native.
+        """
+        region, call = sample.region, sample.call
+        assert region.state is not None and region.buffers is not None
+        parameters = region.buffers.parameters
+        trainable = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
+        written = {name: region.state.buffers[name] for name in sample.after.names_changed_since(sample.before)}
+        with stand_ins(region.module, [parameters[i] for i in trainable]) as leaves:
+            recorder = Recorder(self._backend, sample.slot.pool, call, leaves, sample.cotangents)
+            watched = (*region.state.buffers.values(), *(c for c in sample.cotangents if c is not None))
+            inspector = Inspector(
+                region.name,
+                sample.slot.traces.get(sample.key),
+                self._backend.device,
+                call.inputs,
+                parameters,
+                watched,
+                self._backend.random_state,
+            )
+            inspects = not is_compiled(region.module)
+
+            def run_native(watch: bool) -> tuple[Reference, Trial]:
+                sample.before.restore()
+                inspector.begin()
+                with inspector if watch and inspects else contextlib.nullcontext():
+                    watching = (inspector.begin_forward, inspector.end_forward) if watch else ()
+                    reference = recorder.run_reference(*watching)
+                trial = self._trial(
+                    sample, reference.outputs, reference.gradients, reference.input_gradients, trainable
+                )
+                return reference, trial
+
+            reference, first = run_native(watch=True)
+            if inspects and inspector.difference is not None:
+                raise CaptureError(inspector.difference)
+            if inspects and region.part and len(inspector.trace) < MIN_OPERATIONS:
+                actual = f"{len(inspector.trace)} operations"
+                raise CaptureError(Finding(Reason.TOO_SMALL, region.name, f"at least {MIN_OPERATIONS}", actual))
+            self._check_sharing(region, call, reference, trainable)
+            sample.before.restore()
+            recording = recorder.record(reference, written, sample.after.drew_since(sample.before))
+            recording.kept_alive.extend(inspector.foreign)
+            recording.gradients = spread(recording.gradients, trainable, len(parameters))
+            recording.several_uses = frozenset(trainable[i] for i in recording.several_uses)
+            _check_memory(region, parameters, trainable, leaves)
+            verdict = Verdict("off")
+            if self._certify != "off":
+                verdict = self._try_replay(sample, recording, first, lambda: run_native(watch=False)[1], trainable)
+        with _keeping([buffer for buffer in region.buffers.buffers if buffer is not None]):
+            publication = Publication(self._backend, recording.pool, region.buffers, recording.gradients)
+        stats = RecordingStats(region.name, sample.signature, 0.0, recording.pool.bytes(), verdict.equal)
+        trace = inspector.trace if inspects else None
+        return Engaged(
+            recording, publication, stats, trace, last_used=step, verified_step=step, input_uses=sample.input_uses
+        )
+
+    def _check_sharing(self, region: Region, call: Call, reference: Reference, trainable: list[int]) -> None:
+        """Refuses a region whose parameters get gradients from several places in an order we cannot keep."""
+        assert region.buffers is not None
+        several = {trainable[i] for i in reference.several_uses}
+        reached = {trainable[i] for i, gradient in enumerate(reference.gradients) if gradient is not None}
+        elsewhere = set(region.outside)
+        if region.most_calls > 1:
+            elsewhere |= reached
+        for other in self._regions:
+            if other is not region and other.buffers is not None:
+                owned = other.buffers.positions
+                elsewhere |= {i for i in reached if id(region.buffers.parameters[i]) in owned}
+        critical = (elsewhere & reached) if call.modes.autocast_caches_weights else (elsewhere & several)
+        if critical:
+            assert region.state is not None
+            name = list(region.state.parameters)[min(critical)]
+            raise CaptureError(
+                Finding(Reason.SHARED_PARAMETER, name, "one place that gives it a gradient", "several calls or uses")
+            )
+
+    def _trial(
+        self,
+        sample: Sample,
+        outputs: list[Tensor],
+        gradients: list[Tensor | None],
+        input_gradients: list[Tensor | None],
+        trainable: list[int],
+    ) -> Trial:
+        """Collects what a run produced: copies, by dotted name."""
+        region = sample.region
+        assert region.state is not None
+        names = list(region.state.parameters)
+        trial: Trial = {f"{region.name}()[{i}]": output.clone() for i, output in enumerate(outputs)}
+        for i, gradient in zip(trainable, gradients, strict=True):
+            trial[f"{names[i]}.grad"] = None if gradient is None else gradient.clone()
+        for path, gradient in zip(sample.call.paths, input_gradients, strict=True):
+            trial[f"{path}.grad"] = None if gradient is None else gradient.clone()
+        for name, buffer in region.state.buffers.items():
+            trial[name] = buffer.detach().clone()
+        trial["the device's random state"] = self._backend.random_state()
+        return trial
+
+    def _try_replay(
+        self, sample: Sample, recording: Recording, first: Trial, run_native: Callable[[], Trial], trainable: list[int]
+    ) -> Verdict:
+        """Replays a fresh recording once from the state of the sample, and compares with native.
+
+        Raises:
+            CaptureError: If the replay must not be used.
+        """
+        sample.before.restore()
+        outputs = recording.forward([clone_exactly(t) for t in sample.call.inputs])
+        recording.backward([None if c is None else clone_exactly(c) for c in sample.cotangents])
+        gradients = [recording.gradients[i] for i in trainable]
+        replay = self._trial(sample, outputs, gradients, recording.input_gradients, trainable)
+        sample.after.restore()
+        trained = self._trial(sample, sample.outputs, gradients, recording.input_gradients, trainable)
+        verdict = certify(
+            "bitwise" if self._certify == "bitwise" else "auto",
+            [trained, first],
+            replay,
+            run_native,
+            repeats=torch.are_deterministic_algorithms_enabled(),
+        )
+        if not verdict.equal:
+            raise CaptureError(
+                Finding(Reason.MISMATCH, sample.region.name, "a replay equal to native", verdict.difference)
+            )
+        return verdict
+
+
+@contextlib.contextmanager
+def _keeping(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Puts the values of gradient buffers back: another recording's may be bound to parameters, or kept by the user."""
+    values = [clone_exactly(tensor) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.data.copy_(value)
+
+
+def _check_memory(
+    region: Region, parameters: Sequence[Parameter], trainable: Sequence[int], leaves: Sequence[Parameter]
+) -> None:
+    """Refuses a region that moved its parameters to other memory while it was recorded: a recording would miss them."""
+    for position, leaf in zip(trainable, leaves, strict=True):
+        if leaf.data_ptr() != parameters[position].data_ptr():
+            assert region.state is not None
+            name = list(region.state.parameters)[position]
+            raise CaptureError(
+                Finding(
+                    Reason.PARAMETER_WRITTEN, name, "parameters that stay where they are", "new memory (set_ or .data)"
+                )
+            )
+
+
+def spread(gradients: list[Tensor | None], positions: list[int], length: int) -> list[Tensor | None]:
+    """Places the gradients of some parameters among all."""
+    placed: list[Tensor | None] = [None] * length
+    for position, gradient in zip(positions, gradients, strict=True):
+        placed[position] = gradient
+    return placed
