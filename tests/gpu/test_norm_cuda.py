@@ -96,17 +96,20 @@ def test_memory_is_given_back():
         return torch.cuda.memory_reserved()
 
     clipper = NormClipper("cuda")
-    clipper.begin()
-    twins = Twins(clipper, 62, torch.float32, "cuda", False, LARGE)
-    twins.step()
-    before = used()
-    for _ in range(NATIVE_CALLS + 1):
-        twins.step()
-    assert clipper.replays > 0
-    margin = 4 * 2**20
-    assert used() > before + margin
-    clipper.end()
-    assert used() < before + margin
+    levels = []
+    for _ in range(3):  # the first fit leaves the capture stream its workspace, once for the process
+        clipper.begin()
+        twins = Twins(clipper, 62, torch.float32, "cuda", False, LARGE)
+        replays = clipper.replays
+        for _ in range(NATIVE_CALLS + 2):
+            twins.step()
+        assert clipper.replays > replays
+        during = used()
+        clipper.end()
+        levels.append(used())
+        assert levels[-1] < during
+        del twins
+    assert levels[2] <= levels[1]
 
 
 def _fit(strategy, precision, plugin=None, **options):
