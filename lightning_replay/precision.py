@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_replay import compat
+from lightning_replay.arguments import check_choice
 from lightning_replay.compat import seams
 from lightning_replay.guards.gradients import WHERE
 from lightning_replay.norm import BackendName, NormClipper
-from lightning_replay.reasons import Finding, Reason, five_parts
+from lightning_replay.reasons import Finding, Reason
 
 _NATIVE: dict[str, type[Precision]] = {
     "32-true": Precision,
@@ -148,8 +149,7 @@ class ReplayPrecision(ReplayClipMixin, Precision):
 
     def __new__(cls, precision: str = "32-true", *args: Any, **kwargs: Any) -> "ReplayPrecision":
         """Makes an instance of Lightning's class for this precision as well."""
-        if precision not in _NATIVE:
-            raise ValueError(_argument_message("precision", precision, tuple(_NATIVE)))
+        check_choice("precision", precision, tuple(_NATIVE), owner="ReplayPrecision")
         return cast(ReplayPrecision, object.__new__(_compose(cls, _NATIVE[precision])))
 
     def __init__(
@@ -160,8 +160,7 @@ class ReplayPrecision(ReplayClipMixin, Precision):
         scaler: torch.amp.GradScaler | None = None,
         backend: BackendName = "auto",
     ) -> None:
-        if backend not in ("auto", "cuda", "tape"):
-            raise ValueError(_argument_message("backend", backend, ("auto", "cuda", "tape")))
+        check_choice("backend", backend, ("auto", "cuda", "tape"), owner="ReplayPrecision")
         native: Any = super()
         if precision in ("bf16-mixed", "16-mixed"):
             native.__init__(precision, device or ("cuda" if torch.cuda.is_available() else "cpu"), scaler)
@@ -233,8 +232,3 @@ def asks_for_clipping(model: LightningModule | None) -> bool:
         return model is not None and bool(model.trainer.gradient_clip_val)
     except RuntimeError:  # it has left its Trainer
         return False
-
-
-def _argument_message(name: str, given: object, accepted: tuple[str, ...]) -> str:
-    what = f"ReplayPrecision cannot be used with {name}={given!r}"
-    return five_parts(what, name, " or ".join(map(repr, accepted)), repr(given), "pass one of these")

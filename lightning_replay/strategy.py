@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_replay import compat
+from lightning_replay.arguments import argument_message, as_device, check_choice, check_count, check_names, named_module
 from lightning_replay.compat import seams
 from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.cuda import CudaGraphBackend
@@ -30,7 +31,7 @@ from lightning_replay.errors import ContractError, NotReplayedError, ReplayWarni
 from lightning_replay.fit import find_fit_reason
 from lightning_replay.norm import NormClipper
 from lightning_replay.precision import asks_for_clipping, attach, detach
-from lightning_replay.reasons import Finding, Reason, five_parts
+from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import RecordingStats, ReplayReport
 from lightning_replay.runner import Runner, StepAction
 
@@ -89,17 +90,17 @@ class ReplayStrategy(SingleDeviceStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        _check_choice("scope", scope, ("network",))
-        _check_choice("certify", certify, ("auto", "bitwise", "off"))
-        _check_choice("on_native", on_native, ("warn", "error", "ignore"))
-        _check_choice("backend", backend, ("auto", "cuda", "tape"))
-        _check_count("warmup_steps", warmup_steps)
-        _check_count("max_recordings", max_recordings)
-        _check_names(modules)
+        check_choice("scope", scope, ("network",))
+        check_choice("certify", certify, ("auto", "bitwise", "off"))
+        check_choice("on_native", on_native, ("warn", "error", "ignore"))
+        check_choice("backend", backend, ("auto", "cuda", "tape"))
+        check_count("warmup_steps", warmup_steps)
+        check_count("max_recordings", max_recordings)
+        check_names(modules)
         if backend == "cuda" and not torch.cuda.is_available():
             cure = 'use backend="auto", or backend="tape" to debug on a CPU'
-            raise ValueError(_argument_message("backend", "cuda", "a machine with a CUDA device", cure))
-        self._explicit_device = None if device is None else _as_device(device)
+            raise ValueError(argument_message("backend", "cuda", "a machine with a CUDA device", cure))
+        self._explicit_device = None if device is None else as_device(device)
         super().__init__(
             device=self._explicit_device or torch.device("cpu"),
             accelerator=accelerator,
@@ -124,7 +125,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._runner: Runner | None = None
         self._fit_finding: Finding | None = None
         self._fit_checked = False
-        self._warned: set[tuple[Reason, str]] = set()
+        self._warned: set[Reason] = set()
         self._last_action: StepAction = "native"
         self._reset_counts()
 
@@ -185,7 +186,7 @@ class ReplayStrategy(SingleDeviceStrategy):
             return
         if len(devices) > 1:
             raise ValueError(
-                _argument_message(
+                argument_message(
                     "devices", len(devices), "devices=1 or a list of one index", "pass devices=1 or devices=[0]"
                 )
             )
@@ -193,7 +194,7 @@ class ReplayStrategy(SingleDeviceStrategy):
             self._root_device = devices[0]
         elif self._explicit_device.type != devices[0].type:
             raise ValueError(
-                _argument_message(
+                argument_message(
                     "device",
                     str(self._explicit_device),
                     f"a {devices[0].type} device, as the Trainer's accelerator",
@@ -209,7 +210,7 @@ class ReplayStrategy(SingleDeviceStrategy):
     @num_nodes.setter
     def num_nodes(self, count: int) -> None:
         if count != 1:
-            raise ValueError(_argument_message("num_nodes", count, "1", "train on one node, or use a DDP strategy"))
+            raise ValueError(argument_message("num_nodes", count, "1", "train on one node, or use a DDP strategy"))
 
     @property
     def _layer_sync(self) -> None:
@@ -219,7 +220,7 @@ class ReplayStrategy(SingleDeviceStrategy):
     def _layer_sync(self, value: object) -> None:
         if value is not None:
             raise ValueError(
-                _argument_message(
+                argument_message(
                     "sync_batchnorm", True, "False", "with a single device there is nothing to synchronize"
                 )
             )
@@ -285,7 +286,7 @@ class ReplayStrategy(SingleDeviceStrategy):
                     on_finding=self._meet,
                 )
                 for name in self._modules or ():
-                    self._runner.add_region(name, _named_module(module, name))
+                    self._runner.add_region(name, named_module(module, name))
         return self._runner
 
     def _device_finding(self) -> Finding | None:
@@ -293,7 +294,7 @@ class ReplayStrategy(SingleDeviceStrategy):
             return None
         if self._backend == "cuda":
             cure = 'pass accelerator="gpu" to the Trainer, or backend="auto"'
-            raise ValueError(_argument_message("backend", "cuda", f"a CUDA device, not {self.root_device}", cure))
+            raise ValueError(argument_message("backend", "cuda", f"a CUDA device, not {self.root_device}", cure))
         return Finding(Reason.NO_CUDA, "Trainer(accelerator=...)", "a CUDA device", f"{self.root_device}")
 
     def _make_backend(self) -> GraphBackend:
@@ -368,8 +369,8 @@ class ReplayStrategy(SingleDeviceStrategy):
             return
         if self._on_native == "error":
             raise (ContractError if finding.reason is Reason.UNKNOWN_CONTRACT else NotReplayedError)(finding)
-        if (finding.reason, finding.where) not in self._warned:
-            self._warned.add((finding.reason, finding.where))
+        if finding.reason not in self._warned:
+            self._warned.add(finding.reason)
             warnings.warn(str(finding), ReplayWarning, stacklevel=2)
 
     def _expecting_references(self, owner: object) -> AbstractContextManager[None]:
@@ -463,56 +464,3 @@ def _contract_finding(trainer: Trainer) -> Finding | None:
     if verdict.known:
         return None
     return Finding(Reason.UNKNOWN_CONTRACT, verdict.where, verdict.expected, verdict.actual)
-
-
-# -- arguments ---------------------------------------------------------------------------------------------------
-
-
-def _argument_message(name: str, given: object, accepted: str, cure: str) -> str:
-    return five_parts(f"ReplayStrategy cannot be used with {name}={given!r}", name, accepted, repr(given), cure)
-
-
-def _check_choice(name: str, value: object, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        raise ValueError(_argument_message(name, value, " or ".join(map(repr, accepted)), "pass one of these"))
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(_argument_message(name, value, "an int of at least 1", "pass a positive int"))
-    if value < 1:
-        raise ValueError(_argument_message(name, value, "an int of at least 1", "pass a positive int"))
-
-
-def _check_names(modules: object) -> None:
-    if modules is None:
-        return
-    if isinstance(modules, str) or not isinstance(modules, Sequence) or not all(isinstance(m, str) for m in modules):
-        raise TypeError(_argument_message("modules", modules, "a list of dotted names", 'pass for example ["net"]'))
-    if not modules:
-        raise ValueError(_argument_message("modules", modules, "at least one name, or None", "leave modules out"))
-
-
-def _as_device(device: int | str | torch.device) -> torch.device:
-    try:
-        if isinstance(device, bool):
-            raise TypeError
-        made = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, TypeError):
-        message = _argument_message(
-            "device", device, 'a device such as "cuda:0", or its index', "pass one, or leave it out"
-        )
-        raise ValueError(message) from None
-    if made.type == "cuda" and made.index is None:
-        made = torch.device("cuda", 0)
-    return made
-
-
-def _named_module(root: LightningModule, name: str) -> torch.nn.Module:
-    if name == "self":
-        return root
-    known: dict[str, torch.nn.Module] = dict(root.named_modules())
-    if name not in known or not name:
-        near = ", ".join(repr(path) for path in list(known)[1:12])
-        raise ValueError(_argument_message("modules", name, f"a name such as {near}", "use a name of named_modules()"))
-    return known[name]

@@ -33,6 +33,7 @@ class BackwardPass:
 
     Attributes:
         running: Autograd is at work on a loss of Lightning's.
+        must_check_inputs: A replayed call of this step uses a trainable argument several times.
         observed: Region and autograd node of each output of an observed native call of this step.
         published: Passes whose gradients were published into stable buffers.
         added: Passes in which gradients were added to live ones.
@@ -50,6 +51,7 @@ class BackwardPass:
         self._on_finding = on_finding
         self._arrived: list[PendingCall | NativePart] = []
         self.running = False
+        self.must_check_inputs = False
         self.observed: list[tuple[Region, Any]] = []
         self.published = 0
         self.added = 0
@@ -59,17 +61,17 @@ class BackwardPass:
         """Drops what a step without a backward left behind."""
         self._arrived.clear()
         self.observed.clear()
+        self.must_check_inputs = False
 
     @contextlib.contextmanager
-    def around(self, loss: Tensor, replayed: bool) -> Iterator[None]:
+    def around(self, loss: Tensor) -> Iterator[None]:
         """Surrounds the autograd pass of a step.
 
         Args:
             loss: The tensor that is differentiated.
-            replayed: Whether any call of the step was replayed.
         """
         outside = self._outside_uses(loss)
-        if replayed:
+        if self.must_check_inputs:
             self._check_inputs(loss)
         # A parameter gets native gradients only where the walk met it, or below an observed call.
         hooks = self._collect_native_parts(loss) if outside or self.observed else []
@@ -96,6 +98,7 @@ class BackwardPass:
                     parameter.grad = gradient
             self._arrived.clear()
         self.observed.clear()
+        self.must_check_inputs = False
 
     def drop_failed(self, region: Region, error: Exception) -> None:
         """Drops the recordings of a region after a replay that raised."""

@@ -384,6 +384,7 @@ class Runner:
                 if trainable:
                     counted = zip(tensors, engaged.input_uses, strict=True)
                     pending.input_uses = {edge_of(t): uses for t, uses in counted if t.requires_grad}
+                    self._backward.must_check_inputs |= any(uses > 1 for uses in pending.input_uses.values())
                 outputs = ReplayFunction.apply(  # type: ignore[no-untyped-call]
                     pending, tensors, self._anchor, *trainable, *pending.hooked
                 )
@@ -416,7 +417,7 @@ class Runner:
             sample.keep_outer_cotangents(loss)
             if (finding := sample.count_input_uses(loss)) is not None:
                 self.refuse(sample.region, finding)
-        with self._backward.around(loss, replayed=self._step[Action.REPLAY] > 0):
+        with self._backward.around(loss):
             yield
         samples, self._samples = self._samples, []
         while samples:

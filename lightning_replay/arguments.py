@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""The arguments of the strategy: what is accepted, and what a wrong one is told."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_replay.reasons import five_parts
+
+
+def argument_message(name: str, given: object, accepted: str, cure: str, owner: str = "ReplayStrategy") -> str:
+    """Formats the message about an argument: name, given, accepted, cure."""
+    return five_parts(f"{owner} cannot be used with {name}={given!r}", name, accepted, repr(given), cure)
+
+
+def check_choice(name: str, value: object, accepted: tuple[str, ...], owner: str = "ReplayStrategy") -> None:
+    """Raises ValueError unless a value is one of the accepted ones."""
+    if value not in accepted:
+        raise ValueError(argument_message(name, value, " or ".join(map(repr, accepted)), "pass one of these", owner))
+
+
+def check_count(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless a value is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(argument_message(name, value, "an int of at least 1", "pass a positive int"))
+    if value < 1:
+        raise ValueError(argument_message(name, value, "an int of at least 1", "pass a positive int"))
+
+
+def check_names(modules: object) -> None:
+    """Raises TypeError or ValueError unless modules is None or a list of names."""
+    if modules is None:
+        return
+    if isinstance(modules, str) or not isinstance(modules, Sequence) or not all(isinstance(m, str) for m in modules):
+        raise TypeError(argument_message("modules", modules, "a list of dotted names", 'pass for example ["net"]'))
+    if not modules:
+        raise ValueError(argument_message("modules", modules, "at least one name, or None", "leave modules out"))
+
+
+def as_device(device: int | str | torch.device) -> torch.device:
+    """Returns a device with its index.
+
+    Raises:
+        ValueError: If it names none.
+    """
+    try:
+        if isinstance(device, bool):
+            raise TypeError
+        made = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError):
+        message = argument_message(
+            "device", device, 'a device such as "cuda:0", or its index', "pass one, or leave it out"
+        )
+        raise ValueError(message) from None
+    if made.type == "cuda" and made.index is None:
+        made = torch.device("cuda", 0)
+    return made
+
+
+def named_module(root: torch.nn.Module, name: str) -> torch.nn.Module:
+    """Returns the module at a dotted name, the root for "self".
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if name == "self":
+        return root
+    known: dict[str, torch.nn.Module] = dict(root.named_modules())
+    if name not in known or not name:
+        near = ", ".join(repr(path) for path in list(known)[1:12])
+        raise ValueError(argument_message("modules", name, f"a name such as {near}", "use a name of named_modules()"))
+    return known[name]
