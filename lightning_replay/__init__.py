@@ -4,6 +4,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_replay.__about__ import __version__
 from lightning_replay.errors import CaptureError, ContractError, NotReplayedError, ReplayWarning
 from lightning_replay.precision import ReplayPrecision
 from lightning_replay.reasons import Finding, Reason
@@ -20,6 +21,7 @@ __all__ = [
     "ReplayReport",
     "ReplayStrategy",
     "ReplayWarning",
+    "__version__",
 ]
 
 if ReplayStrategy.strategy_name not in StrategyRegistry:

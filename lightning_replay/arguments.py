@@ -28,6 +28,12 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(argument_message(name, value, "an int of at least 1", "pass a positive int"))
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raises TypeError unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(argument_message(name, value, "True or False", "pass one of these"))
+
+
 def check_names(modules: object) -> None:
     """Raises TypeError or ValueError unless modules is None or a list of names."""
     if modules is None:

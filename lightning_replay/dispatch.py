@@ -32,6 +32,12 @@ PAYBACK_REPLAYS = 20
 UNSETTLED_CHANGES = 5
 """Changes before anything was recorded that count as one strike."""
 
+MAX_NEW_SIGNATURES = 20
+"""Signatures in a row that were never seen before, after which a region is no longer observed until one repeats."""
+
+MAX_ATTEMPTS = 3
+"""Samples of a signature whose backward never came, after which no more are taken."""
+
 MAX_STRIKES = 3
 """Strikes after which a region stays native: it changes faster than recordings pay."""
 
@@ -99,6 +105,8 @@ class Slot:
     engaged: dict[Hashable, Engaged] = field(default_factory=dict)
     sightings: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)
     traces: dict[Hashable, Trace] = field(default_factory=dict)
+    attempts: dict[Hashable, int] = field(default_factory=dict)
+    new_in_a_row: int = 0
     waiting: "Callable[[], Any] | None" = None
 
     def is_pending(self) -> bool:
@@ -161,6 +169,7 @@ class Region:
             slot.engaged.clear()
             slot.sightings.clear()
             slot.traces.clear()
+            slot.attempts.clear()
         self.state = self.buffers = None
         return dropped
 
@@ -253,16 +262,24 @@ class Dispatcher:
             reason, region.name, expected, actual
         )
         where = (slot, key, arguments, modes)
-        if not counts:
+        if not counts and key not in slot.sightings:
             finding = found(Reason.LAST_BATCH, "a recorded shape", str(arguments))
             return Decision(Action.NATIVE, finding, *where)
         if len(region.engaged()) >= self._max_recordings and not self._make_room(region):
             finding = found(Reason.BUDGET, f"at most {self._max_recordings} signatures", str(arguments))
             return Decision(Action.NATIVE, finding, *where)
         seen = slot.sight(key)
+        slot.new_in_a_row = 0 if seen else slot.new_in_a_row + 1
+        if slot.new_in_a_row > MAX_NEW_SIGNATURES:
+            finding = found(Reason.NEVER_REPEATS, "a signature that was seen before", str(arguments))
+            return Decision(Action.NATIVE, finding, *where)
         if seen < self._warmup_steps:
             finding = found(Reason.WARM_UP, f"{self._warmup_steps} native steps", f"step {seen + 1} with {arguments}")
             return Decision(Action.OBSERVE, finding, *where, trace=seen == self._warmup_steps - 1)
+        slot.attempts[key] = slot.attempts.get(key, 0) + 1
+        if slot.attempts[key] > MAX_ATTEMPTS:
+            finding = found(Reason.NO_GRADIENT, "a backward pass after the call", "none came, several times")
+            return Decision(Action.NATIVE, finding, *where)
         return Decision(Action.RECORD, found(Reason.RECORDING, "a recording", str(arguments)), *where)
 
     def _make_room(self, region: Region) -> bool:

@@ -139,7 +139,7 @@ class Publication:
         self.sources = [gradient for gradient in gradients if gradient is not None]
         self.buffers = buffers
         buffers.provide(self.positions)
-        self._parameters = [buffers.parameters[i] for i in self.positions]
+        self.parameters = [buffers.parameters[i] for i in self.positions]
         self._graph: Graph | None = None
         if self.sources:
             with buffers.expecting_references(self, self.positions):
@@ -155,14 +155,14 @@ class Publication:
 
     def is_possible(self) -> bool:
         """Tells whether the buffers are free: no `.grad` alive, nothing kept."""
-        return all(p.grad is None for p in self._parameters) and not self.buffers.held(self.positions)
+        return all(p.grad is None for p in self.parameters) and not self.buffers.held(self.positions)
 
     def publish(self) -> None:
         """Replays the copy and binds the buffers."""
         if self._graph is not None:
             self._graph.replay()
         held = self.buffers.buffers
-        for parameter, position in zip(self._parameters, self.positions, strict=True):
+        for parameter, position in zip(self.parameters, self.positions, strict=True):
             parameter.grad = held[position]
 
 

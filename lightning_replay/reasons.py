@@ -35,6 +35,11 @@ class Reason(Enum):
         "training_step called no module that owns trainable parameters and could be recorded.",
         "Call the network as a module, self.net(batch), or name it with modules=[...].",
     )
+    NEVER_REPEATS = (
+        "never_repeats",
+        "Each call so far had another signature: another shape, or another plain value among the arguments.",
+        "Pass a number that changes as a tensor on the device; pad or bucket inputs whose shapes change.",
+    )
     UNRECORDED_MODE = (
         "unrecorded_mode",
         "The call ran without gradients, in inference mode, or with the module in evaluation mode.",
@@ -184,7 +189,7 @@ class Reason(Enum):
     PYTHON_VALUE = (
         "python_value",
         "A Python number, or the choice of operations, differed between two steps of one signature.",
-        "Pass it as an argument, keep it in an attribute of the module, or make it a tensor on the device.",
+        "Make it a tensor on the device; or an attribute of the module, if it changes rarely.",
     )
     TOO_SMALL = (
         "too_small",
@@ -302,6 +307,24 @@ class Reason(Enum):
 
     cause: str
     cure: str
+
+    @property
+    def is_harmless(self) -> bool:
+        """Tells whether a healthy run meets it: counted, never warned about, never an error."""
+        return self in _HARMLESS
+
+
+_HARMLESS = frozenset(
+    {
+        Reason.WARM_UP,
+        Reason.RECORDING,
+        Reason.UNRECORDED_MODE,
+        Reason.LAST_BATCH,
+        Reason.INVALIDATED,
+        Reason.AUDIT,
+        Reason.TOO_SMALL,  # comes after the reason for which the whole was refused
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ class ReplayReport:
         steps_total: Training steps seen.
         steps_replayed: Steps in which at least one region was replayed.
         steps_native: Steps in which none was.
-        reasons: For each reason, the number of calls or steps that were native because of it.
+        reasons: For each reason, the number of calls that were native because of it: a step can hold several, and one
+            that is native as a whole counts as one.
         recordings: The recordings, retired ones included.
         norm_replays: Replays of a recorded gradient norm.
         norm_copied: Those of them that copied the gradients first, because they lay in new memory.
@@ -108,9 +109,15 @@ class ReplayReport:
             ]
             lines += ["", *_table(("region", "signature", "replays", "recorded in", "pool", "certified"), rows)]
         if self.reasons:
-            rows = [(r.value, str(count), r.cause) for r, count in sorted(self.reasons.items(), key=lambda i: -i[1])]
-            lines += ["", *_table(("native because", "count", "meaning"), rows)]
+            rows = [(r.value, str(count), r.cause) for r, count in sorted(self.reasons.items(), key=_weight)]
+            lines += ["", *_table(("native because", "calls", "meaning"), rows)]
         return "\n".join(lines)
+
+
+def _weight(entry: tuple[Reason, int]) -> tuple[bool, int]:
+    """Sorts what needs a cure before what a healthy run meets, and the frequent before the rare."""
+    reason, count = entry
+    return reason.is_harmless, -count
 
 
 def _mebibytes(count: int) -> str:

@@ -21,7 +21,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_replay import compat
-from lightning_replay.arguments import argument_message, as_device, check_choice, check_count, check_names, named_module
+from lightning_replay.arguments import (
+    argument_message,
+    as_device,
+    check_choice,
+    check_count,
+    check_flag,
+    check_names,
+    named_module,
+)
 from lightning_replay.compat import seams
 from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.cuda import CudaGraphBackend
@@ -34,11 +42,6 @@ from lightning_replay.precision import asks_for_clipping, attach, detach
 from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import RecordingStats, ReplayReport
 from lightning_replay.runner import Runner, StepAction
-
-_QUIET = frozenset(
-    {Reason.WARM_UP, Reason.RECORDING, Reason.UNRECORDED_MODE, Reason.LAST_BATCH, Reason.INVALIDATED, Reason.AUDIT}
-)
-"""Reasons of a healthy run: counted, never warned about, never an error."""
 
 _FROM_CONNECTOR = ("_accelerator", "_precision_plugin", "_checkpoint_io", "_root_device")
 
@@ -97,6 +100,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         check_count("warmup_steps", warmup_steps)
         check_count("max_recordings", max_recordings)
         check_names(modules)
+        check_flag("capture_gradient_norm", capture_gradient_norm)
         if backend == "cuda" and not torch.cuda.is_available():
             cure = 'use backend="auto", or backend="tape" to debug on a CPU'
             raise ValueError(argument_message("backend", "cuda", "a machine with a CUDA device", cure))
@@ -325,11 +329,12 @@ class ReplayStrategy(SingleDeviceStrategy):
         with Shadowed(module, "log", self._watched_log(runner, module)):
             if not runner.regions:
                 result = runner.discover(module, step)
-                if not runner.regions:
-                    where, actual = f"{type(module).__name__}.training_step", "no call of a module with parameters"
-                    self._meet(Finding(Reason.NO_REGION, where, "self.net(...)", actual))
             else:
                 result = runner.run_step(step, counts=not seams.is_last_of_several(module.trainer))
+        if not runner.called:
+            names = " or ".join(region.name for region in runner.regions) or "a module with parameters"
+            where = f"{type(module).__name__}.training_step"
+            self._meet(Finding(Reason.NO_REGION, where, f"a call of {names}", "no such call"))
         self._last_action = runner.last_action
         self._steps_replayed += self._last_action == "replay"
         return result
@@ -365,7 +370,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         """Acts on a finding: counts it, and warns or raises as asked."""
         self._reasons[finding.reason] += 1
         self._messages.setdefault(finding.reason, str(finding))
-        if finding.reason in _QUIET or self._on_native == "ignore":
+        if finding.reason.is_harmless or self._on_native == "ignore":
             return
         if self._on_native == "error":
             raise (ContractError if finding.reason is Reason.UNKNOWN_CONTRACT else NotReplayedError)(finding)

@@ -162,6 +162,15 @@ def _plain(structure: Structure) -> Any:
     return value.value if isinstance(value, _Opaque) else value
 
 
+def plain_values(structure: Structure) -> list[Any]:
+    """Returns the plain values in a structure, None left out, in order."""
+    if structure[0] == "value":
+        value = _plain(structure)
+        return [] if value is None else [value]
+    first = {"tensor": len(structure), "dict": 5, "namedtuple": 2, "node": 3, "dataclass": 3}.get(structure[0], 1)
+    return [value for child in structure[first:] for value in plain_values(child)]
+
+
 def rebuild(structure: Structure, tensors: Iterator[Any]) -> Any:
     """Puts a nested value together again.
 

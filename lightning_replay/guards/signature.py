@@ -38,9 +38,8 @@ class Arguments(NamedTuple):
         return self.structure, self.layouts, self.aliases
 
     def __str__(self) -> str:
-        return (
-            ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self.tensors) or "no tensors"
-        )
+        tensors = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self.tensors]
+        return ", ".join([*tensors, *map(repr, tree.plain_values(self.structure))]) or "no tensors"
 
 
 def read_arguments(

@@ -21,7 +21,7 @@ from lightning_replay.engine.standins import stand_ins
 from lightning_replay.errors import NotReplayedError
 from lightning_replay.gradients import GradientBuffers, hand_over
 from lightning_replay.reasons import Finding, Reason
-from lightning_replay.runner.calls import NativePart, PendingCall, ReplayFunction, edges, hooked_parameters
+from lightning_replay.runner.calls import NativePart, PendingCall, ReplayFunction, edges
 from lightning_replay.runner.making import spread
 
 MAX_COTANGENT_MISMATCHES = 3
@@ -301,23 +301,32 @@ class BackwardPass:
             now.restore()
         return spread(gradients, trainable, len(buffers.parameters)), inputs
 
+    def _publish(self, arrived: list[PendingCall | NativePart]) -> bool:
+        """Publishes the gradients of all calls, if each parameter has one part and its buffer is free."""
+        calls = [call for call in arrived if isinstance(call, PendingCall) and call.is_whole]
+        publications = [call.engaged.publication for call in calls]
+        parameters = [id(p) for publication in publications for p in publication.parameters] if len(calls) > 1 else []
+        if len(calls) < len(arrived) or len(set(parameters)) < len(parameters):
+            return False
+        if not all(publication.is_possible() for publication in publications):
+            return False
+        for call in calls:
+            try:
+                call.engaged.publication.publish()
+            except Exception as error:  # whatever the driver reports
+                self.drop_failed(call.region, error)
+                arrived[:] = calls[calls.index(call) :]
+                return False
+        self.published += 1
+        return True
+
     def _settle(self, shared: dict[Parameter, Tensor | None]) -> None:
         """Hands the gradients of all calls of the step over to the parameters."""
         arrived, self._arrived = self._arrived, []
         if not arrived:
             return
-        pending = arrived[0]
-        if len(arrived) == 1 and not shared and isinstance(pending, PendingCall) and not pending.recomputed:
-            publication = pending.engaged.publication
-            whole = pending.gradients is pending.engaged.recording.gradients and not hooked_parameters(pending.engaged)
-            if whole and publication.is_possible():
-                try:
-                    publication.publish()
-                except Exception as error:  # whatever the driver reports
-                    self.drop_failed(pending.region, error)
-                else:
-                    self.published += 1
-                    return
+        if not shared and self._publish(arrived):
+            return
         contributions: dict[Parameter, list[Tensor]] = {}
         several: dict[Parameter, Region] = {}
         owners: dict[Parameter, tuple[GradientBuffers, int]] = {}

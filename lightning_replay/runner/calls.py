@@ -106,6 +106,12 @@ class PendingCall:
     recomputed: bool = False
     input_uses: dict[Any, int] = field(default_factory=dict)
 
+    @property
+    def is_whole(self) -> bool:
+        """Tells whether all its gradients are those of the backward graph, none of them on a way of its own."""
+        whole = self.gradients is self.engaged.recording.gradients and not self.recomputed
+        return whole and not hooked_parameters(self.engaged)
+
 
 @dataclass(frozen=True, slots=True)
 class NativePart:

@@ -175,15 +175,13 @@ class Maker:
         input_gradients: list[Tensor | None],
         trainable: list[int],
     ) -> Trial:
-        """Collects what a run produced: copies, by dotted name."""
+        """Collects what a run produced, by dotted name. Only buffers are copied: they will be put back."""
         region = sample.region
         assert region.state is not None
         names = list(region.state.parameters)
-        trial: Trial = {f"{region.name}()[{i}]": output.clone() for i, output in enumerate(outputs)}
-        for i, gradient in zip(trainable, gradients, strict=True):
-            trial[f"{names[i]}.grad"] = None if gradient is None else gradient.clone()
-        for path, gradient in zip(sample.call.paths, input_gradients, strict=True):
-            trial[f"{path}.grad"] = None if gradient is None else gradient.clone()
+        trial: Trial = {f"{region.name}()[{i}]": output for i, output in enumerate(outputs)}
+        trial |= {f"{names[i]}.grad": gradient for i, gradient in zip(trainable, gradients, strict=True)}
+        trial |= {f"{path}.grad": gradient for path, gradient in zip(sample.call.paths, input_gradients, strict=True)}
         for name, buffer in region.state.buffers.items():
             trial[name] = buffer.detach().clone()
         trial["the device's random state"] = self._backend.random_state()

@@ -210,6 +210,11 @@ class Runner:
             return "record"
         return "replay" if self._step[Action.REPLAY] else "native"
 
+    @property
+    def called(self) -> bool:
+        """Tells whether the last step called any region, or parts of one that was split."""
+        return self._step.total() > 0 or bool(self._split)
+
     def _forget_step(self) -> None:
         """Drops what a step without a backward left behind."""
         self._samples.clear()
@@ -433,6 +438,7 @@ class Runner:
             self.refuse(region, made)
             return
         sample.slot.engaged[sample.key] = made
+        sample.slot.attempts.clear()
         self.recordings.append(made.stats)
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""A user learns why: every native step has a reason, what never ends says so, and nothing floods."""
+
+import warnings
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from lightning_replay import NotReplayedError, Reason, ReplayWarning
+from lightning_replay.dispatch import MAX_NEW_SIGNATURES
+from tests.parity.harness import Arm, Learner, batches, check_native, check_replayed, classify, mlp, run_both, tape
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor, scale: float) -> Tensor:
+        return self.layer(inputs) * scale
+
+
+def changing(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    return nn.functional.cross_entropy(module.net(batch[0], scale=1 + batch_idx / 100), batch[1])
+
+
+def test_a_number_that_changes_in_every_call_is_native() -> None:
+    steps = MAX_NEW_SIGNATURES + 8
+
+    trace = check_native(lambda: Learner(Scaled(), changing), Reason.NEVER_REPEATS, steps=steps)
+
+    assert trace.report.steps_replayed == 0
+    assert "1.2" in trace.report.messages[Reason.NEVER_REPEATS], "the message shows the value"
+
+
+def test_that_is_an_error_on_request() -> None:
+    arm = Arm(lambda: Learner(Scaled(), changing), batches(), tape(on_native="error"), steps=MAX_NEW_SIGNATURES + 8)
+
+    assert isinstance(arm.error, NotReplayedError)
+    assert arm.error.finding.reason is Reason.NEVER_REPEATS
+
+
+@pytest.mark.parametrize("modules", [["self"], ["net.1"]], ids=str)
+def test_a_named_module_that_is_never_called(modules: list[str]) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        return classify(module, batch, batch_idx) if modules == ["self"] else module.net[0](batch[0]).square().mean()
+
+    with pytest.warns(ReplayWarning, match="no_region"):
+        trace = check_native(
+            lambda: Learner(mlp(), step), Reason.NO_REGION, strategy=tape(modules=modules, on_native="warn")
+        )
+
+    assert trace.report.reasons == {Reason.NO_REGION: trace.report.steps_total}
+
+
+def test_parts_too_small_to_replay_do_not_flood() -> None:
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(12))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            for layer in self.layers:
+                inputs = layer(inputs)
+            return inputs if inputs.sum().item() < 1e9 else -inputs
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_both(lambda: Learner(Waits()), strategy=tape(on_native="warn"), steps=12)
+
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, ReplayWarning)]
+    assert len(said) == 1
+    assert "host_sync" in said[0]
+
+
+def test_a_shape_that_also_ends_an_epoch_is_recorded() -> None:
+    trace = check_replayed(
+        lambda: Learner(mlp()),
+        batches(count=2),
+        actions=["native", "native", "record", *["replay"] * 5],
+        max_epochs=4,
+        steps=2,
+    )
+
+    assert Reason.LAST_BATCH not in trace.report.reasons
+
+
+def test_two_regions_publish_their_gradients() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = mlp(), nn.Linear(3, 3)
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(module.net.second(module.net.first(batch[0])), batch[1])
+
+    trace = check_replayed(lambda: Learner(Two(), step))
+
+    assert {recording.region for recording in trace.report.recordings} == {"net.first", "net.second"}
+    assert trace.report.gradients_published == trace.report.steps_replayed
