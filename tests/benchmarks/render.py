@@ -104,6 +104,11 @@ def step_time(content: dict[str, Any]) -> str:
         f" {settings['clip']}; {settings['repeats']} fresh processes an arm in turn, {settings['steps']} steps each,"
         f" windows of {settings['window']} steps after the first {settings['skip']}, fenced.",
         "",
+        "Arms: *native* is Lightning as it is; *graphed callables* the network wrapped by hand in"
+        " `torch.cuda.make_graphed_callables`; *replay* `ReplayStrategy()`, *replay no clip* the same without clipping;"
+        " *norm only* `ReplayPrecision` alone on a native run. Where the host is the bottleneck, runs of one arm differ"
+        " by as much as their ranges say, and a difference inside the ranges says nothing.",
+        "",
     ]
     if not content["complete"]:
         lines += ["**The run was cut short.**", ""]
