@@ -36,7 +36,7 @@ MAX_NEW_SIGNATURES = 20
 """Signatures in a row that were never seen before, after which a region is no longer observed until one repeats."""
 
 MAX_ATTEMPTS = 3
-"""Samples of a signature whose backward never came, after which no more are taken."""
+"""Samples of a signature whose backward never came, after which they are taken ever more rarely."""
 
 MAX_STRIKES = 3
 """Strikes after which a region stays native: it changes faster than recordings pay."""
@@ -276,8 +276,8 @@ class Dispatcher:
         if seen < self._warmup_steps:
             finding = found(Reason.WARM_UP, f"{self._warmup_steps} native steps", f"step {seen + 1} with {arguments}")
             return Decision(Action.OBSERVE, finding, *where, trace=seen == self._warmup_steps - 1)
-        slot.attempts[key] = slot.attempts.get(key, 0) + 1
-        if slot.attempts[key] > MAX_ATTEMPTS:
+        slot.attempts[key] = attempt = slot.attempts.get(key, 0) + 1
+        if attempt > MAX_ATTEMPTS and attempt & (attempt - 1):  # ever more rarely: at the powers of two
             finding = found(Reason.NO_GRADIENT, "a backward pass after the call", "none came, several times")
             return Decision(Action.NATIVE, finding, *where)
         return Decision(Action.RECORD, found(Reason.RECORDING, "a recording", str(arguments)), *where)

@@ -87,6 +87,19 @@ def test_a_shape_that_also_ends_an_epoch_is_recorded() -> None:
     assert Reason.LAST_BATCH not in trace.report.reasons
 
 
+def test_steps_without_a_loss_put_the_recording_off() -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Any:
+        loss = classify(module, batch, batch_idx)
+        return None if 2 <= batch_idx < 12 else loss
+
+    _, replay = run_both(lambda: Learner(mlp(), step), steps=24)
+
+    assert replay.trace is not None, replay.error
+    assert replay.trace.report.reasons[Reason.NO_GRADIENT] > 0
+    assert replay.trace.report.reasons[Reason.RECORDING] < 8
+    assert replay.trace.actions[-1] == "replay"
+
+
 def test_two_regions_publish_their_gradients() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
