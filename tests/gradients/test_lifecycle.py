@@ -53,7 +53,7 @@ def test_swa_renews_batch_statistics_while_gradients_live(window: int) -> None:
     trace = check_replayed(
         lambda: Scheduled(mlp()),
         # SWA gives BatchNorm new buffers for its last epoch, in which nothing is differentiated: nothing is recorded.
-        actions=[*script(24), "native", "native", "record", "record", "record", "native"],
+        actions=[*script(24), "native", "native", *["record"] * 4],
         callbacks=lambda: [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, device=None)],
         steps=6,
         max_epochs=4,
