@@ -10,7 +10,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_replay.engine.backend import Pool
@@ -311,13 +310,13 @@ class Dispatcher:
             return finding
         state = ModuleState(region.name, region.module)
         for name, parameter in state.parameters.items():
-            if type(parameter) is not Parameter or parameter.device != self._device or not _is_strided(parameter):
+            if (
+                type(parameter) is not Parameter
+                or parameter.device != self._device
+                or parameter.layout is not torch.strided
+            ):
                 actual = f"{type(parameter).__qualname__} on {parameter.device}"
                 return Finding(Reason.UNSUPPORTED_TENSOR, name, f"a plain parameter on {self._device}", actual)
         region.state = state
         region.buffers = GradientBuffers(list(state.parameters.values()))
         return None
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided

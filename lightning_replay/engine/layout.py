@@ -15,11 +15,6 @@ from torch import Tensor
 ALIGNMENT = 16  # bytes; the widest vector load of torch's element-wise kernels
 
 
-def layout_of(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
-    """Returns sizes, strides, dtype and device: what `allocate_like` reproduces."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Tells whether a tensor is an ordinary strided tensor and not a subclass, sparse, nested or lazy conjugate."""
     return (

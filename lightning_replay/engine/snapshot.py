@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_replay.engine.backend import GraphBackend
-from lightning_replay.engine.bits import first_difference, same_bits
+from lightning_replay.engine.bits import same_bits
 from lightning_replay.engine.layout import clone_exactly, without_expanded
 
 
@@ -66,13 +66,6 @@ class Snapshot:
             without_expanded(self._tensors[name].data).copy_(without_expanded(value))
         self._backend.set_random_state(self.device_random)
         self.host_random.restore()
-
-    def changed_since(self, earlier: "Snapshot") -> tuple[str, str] | None:
-        """Returns name and first difference of the first tensor with other values, or None."""
-        for name, value in self._values.items():
-            if not same_bits(value, earlier._values[name]):
-                return name, first_difference(earlier._values[name], value)
-        return None
 
     def names_changed_since(self, earlier: "Snapshot") -> list[str]:
         """Returns the names of all tensors with other values."""

@@ -97,8 +97,7 @@ class BackwardPass:
                             gradient.add_(parameter.grad)
                     parameter.grad = gradient
             self._arrived.clear()
-        self.observed.clear()
-        self.must_check_inputs = False
+        self.forget()
 
     def drop_failed(self, region: Region, error: Exception) -> None:
         """Drops the recordings of a region after a replay that raised."""

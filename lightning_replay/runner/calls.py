@@ -45,7 +45,6 @@ class Sample:
     before: Snapshot
     after: Snapshot
     outputs: list[Tensor]
-    differentiable: list[bool]
     cotangents: list[Tensor | None]
     edges: list[tuple[Any, int]]
     numbers: range

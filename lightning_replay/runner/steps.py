@@ -342,7 +342,6 @@ class Runner:
                 before=before,
                 after=after,
                 outputs=[clone_exactly(output) for output in outputs],
-                differentiable=[output.requires_grad for output in outputs],
                 cotangents=[None] * len(outputs),
                 edges=[(output.grad_fn, output.output_nr) for output in outputs],
                 numbers=numbers,
