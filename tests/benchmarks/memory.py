@@ -7,6 +7,7 @@ python -m tests.benchmarks.memory --out docs/evidence/memory.json
 
 import argparse
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.benchmarks.processes import finish, parser, run_worker
@@ -23,8 +24,12 @@ STEPS = {"steps": 20, "skip": 10, "window": 5}
 
 
 def main() -> int:
-    options = parser(__doc__, MODELS).parse_args()
-    runs = [run for model in options.models for run in _pair(options, model)]
+    made = parser(__doc__, MODELS)
+    made.add_argument("--jobs", type=int, default=1, help="networks measured at the same time; each has its allocator")
+    options = made.parse_args()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        pairs = pool.map(lambda model: _pair(options, model), options.models)
+        runs = [run for pair in pairs for run in pair]
     return finish("memory", options, {**SETTINGS, **STEPS}, runs, summarise(runs), problems(summarise(runs)))
 
 

@@ -103,7 +103,14 @@ def source_hashes() -> dict[str, str]:
 
 
 def revision() -> str | None:
-    """Returns the commit, with "+" where the package differs from it; None outside a checkout."""
+    """Returns the commit, with "+" where the package differs from it.
+
+    A copy without history says which commit it is in LIGHTNING_REPLAY_REVISION; the hashes of the sources tell whether
+    that is true. None where neither is known.
+    """
+    stated = os.environ.get("LIGHTNING_REPLAY_REVISION")
+    if stated:
+        return stated
     commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", "lightning_replay")
     return None if commit is None else commit + ("+" if changed else "")
