@@ -19,10 +19,20 @@ T = TypeVar("T")
 
 
 class CudaPool:
-    """One private memory pool of the caching allocator."""
+    """One private memory pool of the caching allocator.
+
+    Args:
+        device: The CUDA device, with its index.
+
+    Attributes:
+        handle: The allocator's name of the pool.
+        anchor: A small graph in the pool, made before the first other one. The allocator gives a pool up with its last
+            graph and refuses captures into what is left of it; the anchor outlives the recordings.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
+        self.anchor: Any = None
         self._device = device
 
     def bytes(self) -> int:
@@ -86,6 +96,11 @@ class CudaGraphBackend:
 
     def capture(self, pool: CudaPool, run: Callable[[], T], *, overwrites_pool: bool = False) -> tuple[Any, T]:
         """Records what a callable launches."""
+        if pool.anchor is None:
+            pool.anchor, _ = self._capture(pool.handle, lambda: torch.zeros(1, device=self.device))
+        return self._capture(pool.handle, run)
+
+    def _capture(self, handle: Any, run: Callable[[], T]) -> tuple[Any, T]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
@@ -93,16 +108,12 @@ class CudaGraphBackend:
         gc.disable()
         try:
             with self._on_capture_stream():
-                graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
                 try:
+                    graph.capture_begin(pool=handle, capture_error_mode="thread_local")
                     result = run()
-                except BaseException:
-                    self._abandon(graph, pool)
-                    raise
-                try:
                     graph.capture_end()
                 except BaseException:
-                    self._abandon(graph, pool)
+                    self._abandon(graph, handle)
                     raise
         finally:
             if collecting:
@@ -111,15 +122,15 @@ class CudaGraphBackend:
         torch.cuda.empty_cache()
         return graph, result
 
-    def _abandon(self, graph: Any, pool: CudaPool) -> None:
+    def _abandon(self, graph: Any, handle: Any) -> None:
         """Ends a failed capture so that the stream, the allocator and the generator are usable again."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
         with contextlib.suppress(RuntimeError):  # an asynchronous error of the capture surfaces here, once
             torch.cuda.synchronize(self.device)
         with contextlib.suppress(RuntimeError):  # capture_end gave up before it told the allocator
-            torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)
-            torch._C._cuda_releasePool(self.device.index, pool.handle)
+            torch._C._cuda_endAllocateToPool(self.device.index, handle)
+            torch._C._cuda_releasePool(self.device.index, handle)
         # The generator still believes that it is being captured; the end of a capture that succeeds tells it otherwise.
         mending = torch.cuda.CUDAGraph()
         mending.capture_begin(capture_error_mode="thread_local")

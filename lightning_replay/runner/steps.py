@@ -8,6 +8,12 @@ Note [one step]
     backward   The node replays the backward graph. When autograd is done, the gradients of all calls are handed over,
                and samples are made into recordings: the native step is over then, its activations are freed, and
                the incoming gradients of the sample are known.
+
+Note [memory between steps]
+    Graphs live in pools of their own, and cannot use what the caching allocator keeps for native steps. So that memory
+    is given back three times. After the first backward pass: the optimizer is about to allocate its state, and would
+    put it among the activations, whose memory could then never be returned. After a recording. And once the gradients
+    of the recorded, native step are gone, which lay among its activations too.
 """
 
 import contextlib
@@ -90,6 +96,7 @@ class Runner:
         self._root: Module | None = None
         self._counts = True
         self._samples: list[Sample] = []
+        self._trims = True
         self.recordings: list[RecordingStats] = []
         self._step: Counter[Action] = Counter()
         self._to_split: list[Region] = []
@@ -424,6 +431,10 @@ class Runner:
         with self._backward.around(loss):
             yield
         samples, self._samples = self._samples, []
+        # See Note [memory between steps].
+        if self._trims:
+            self._backend.trim()
+        self._trims = bool(samples)
         while samples:
             self._record(samples.pop(0))
             self._backend.trim()

@@ -52,9 +52,10 @@ def test_f41_loader_threads_pin_memory_while_graphs_are_captured(gpu_field: Fiel
 
     def copies() -> None:
         stream = torch.cuda.Stream()
+        generator = torch.Generator()  # the default one is the training's
         while not stop.is_set():
             with torch.cuda.stream(stream):
-                torch.randn(1000).pin_memory().to("cuda", non_blocking=True)
+                torch.randn(1000, generator=generator).pin_memory().to("cuda", non_blocking=True)
 
     thread = threading.Thread(target=copies)
     if side_stream:

@@ -3,7 +3,6 @@
 
 """N. Is it on, and does it help?"""
 
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -69,13 +68,6 @@ def test_f52_logged_values_with_and_without_a_bar(field: Field, bar: bool) -> No
     assert "loss" in trace.metrics
 
 
-def seconds(make: Any, data: Any, strategy: Any, steps: int) -> tuple[float, Arm]:
-    started = time.perf_counter()
-    arm = Arm(make, data, strategy, accelerator="gpu", steps=steps)
-    torch.cuda.synchronize()
-    return time.perf_counter() - started, arm
-
-
 def autoencoder() -> Learner:
     def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
         return F.mse_loss(module.net(batch[0]), batch[0])
@@ -85,30 +77,24 @@ def autoencoder() -> Learner:
     return Learner(nn.Sequential(*layers), step)
 
 
-def test_f53_a_small_autoencoder_is_not_slower(gpu_field: Field) -> None:
-    data = batches(64, size=32)
-    native, first = seconds(autoencoder, data, "auto", 1000)
-    replay, second = seconds(autoencoder, data, gpu_field.strategy(), 1000)
+# That replay is not slower either is measured by tests.benchmarks.sweep.
 
-    assert first.error is None
-    assert second.error is None
-    assert replay <= native * 1.02
+
+def test_f53_a_small_autoencoder_is_replayed(field: Field) -> None:
+    trace = field.replayed(autoencoder, batches(64, size=32))
+
+    assert len(trace.report.recordings) == 1
 
 
 @pytest.mark.parametrize("size", [1, 8, 64])
-def test_f54_never_slower_after_capture(gpu_field: Field, size: int) -> None:
+def test_f54_every_step_is_replayed_after_capture(field: Field, size: int) -> None:
     def make() -> Learner:
-        return Learner(
-            nn.Sequential(
-                nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(CLASSES)
-            )
-        )
+        convolutions = (nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU())
+        return Learner(nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(16 * 12 * 12, CLASSES)))
 
-    data = batches(3, 16, 16, size=size)
-    native, _ = seconds(make, data, "auto", 400)
-    replay, arm = seconds(make, data, gpu_field.strategy(), 400)
-    assert arm.error is None
-    assert replay <= native / 0.98
+    trace = field.replayed(make, batches(3, 16, 16, size=size))
+
+    assert len(trace.report.recordings) == 1
 
 
 class LlamaBlock(nn.Module):
@@ -158,7 +144,7 @@ def predict(module: Any, batch: Any, batch_idx: int) -> Tensor:
 def test_f55_the_curve_of_a_small_language_model(field: Field) -> None:
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randint(16, (4, 9), generator=generator),) for _ in range(6)]
-    trace = field.replayed(lambda: Learner(Llama(), predict), data, steps=200 if field.on_gpu else 60)
+    trace = field.replayed(lambda: Learner(Llama(), predict), data, steps=90 if field.on_gpu else 60)
 
     (groups,) = [optimizer["param_groups"] for optimizer in trace.optimizers]
     assert len(groups[0]["params"]) == len(set(groups[0]["params"])) == len(list(Llama().parameters()))
