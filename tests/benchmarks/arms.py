@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""The arms of a comparison: the same fit, run natively, replayed, or graphed by hand."""
+"""The arms of a comparison: the same fit, run natively, replayed, compiled, or graphed by hand."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +24,13 @@ def replay(backend: str, precision: str) -> Arm:
     from lightning_replay import ReplayStrategy
 
     return ReplayStrategy(backend=backend, on_native="ignore"), [], []
+
+
+def replay_step(backend: str, precision: str) -> Arm:
+    """The whole of ``training_step`` is recorded, the loss included."""
+    from lightning_replay import ReplayStrategy
+
+    return ReplayStrategy(scope="step", backend=backend, on_native="ignore"), [], []
 
 
 def replay_no_norm(backend: str, precision: str) -> Arm:
@@ -51,6 +58,21 @@ def graphed_callables(backend: str, precision: str) -> Arm:
     return "auto", [GraphedCallables()], []
 
 
+def compile_default(backend: str, precision: str) -> Arm:
+    """The network compiled, no graphs."""
+    return "auto", [Compiled()], []
+
+
+def compile_reduce_overhead(backend: str, precision: str) -> Arm:
+    """The network compiled, its kernels launched by the graphs of torch.compile."""
+    return "auto", [Compiled(mode="reduce-overhead")], []
+
+
+def compile_cudagraphs(backend: str, precision: str) -> Arm:
+    """The network's own kernels, launched by the graphs of torch.compile."""
+    return "auto", [Compiled(backend="cudagraphs")], []
+
+
 ARMS: dict[str, Callable[[str, str], Arm]] = {
     "native": native,
     "replay": replay,
@@ -59,10 +81,17 @@ ARMS: dict[str, Callable[[str, str], Arm]] = {
     "replay_no_clip": replay,
     "norm_only": norm_only,
     "replay_cloned": replay_cloned,
+    "replay_step": replay_step,
+    "compile_default": compile_default,
+    "compile_reduce_overhead": compile_reduce_overhead,
+    "compile_cudagraphs": compile_cudagraphs,
 }
+FULL_ITERATION = "full_iteration"
+"""The one arm without a Trainer: tests.benchmarks.full_iteration."""
+NAMES = (*ARMS, FULL_ITERATION)
 USUAL_ARMS = ("native", "replay", "graphed_callables")
 UNCLIPPED_ARMS = frozenset({"replay_no_clip"})
-NORM_ARMS = frozenset({"replay", "norm_only"})
+NORM_ARMS = frozenset({"replay", "replay_step", "replay_cloned", "norm_only"})
 
 
 class CloneGradients(Callback):
@@ -72,6 +101,30 @@ class CloneGradients(Callback):
         for parameter in pl_module.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
+
+
+class Compiled(Callback):
+    """Compiles ``module.net`` in place, with the arguments of torch.compile."""
+
+    def __init__(self, **how: Any) -> None:
+        self.how = how
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.net.compile(**self.how)
+
+
+class ClipFused(Callback):
+    """Lets Lightning clip what a fused optimizer updates.
+
+    ``MixedPrecision`` refuses any optimizer that says it can unscale gradients itself. Without a gradient scaler
+    nothing else asks, so an optimizer that denies it trains as before, and every arm clips in its own way.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise RuntimeError("with a gradient scaler a fused optimizer unscales by itself, after clipping")
+        for optimizer in trainer.optimizers:
+            optimizer._step_supports_amp_scaling = False
 
 
 class GraphedCallables(Callback):

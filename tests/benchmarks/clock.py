@@ -4,6 +4,7 @@
 
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,12 +33,16 @@ class StepClock(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         action = getattr(trainer.strategy, "last_action", None)
-        self.actions.append(None if action is None else str(getattr(action, "value", action)))
-        self.losses.append(outputs["loss"])
+        self.tick(pl_module.device, outputs["loss"], None if action is None else str(getattr(action, "value", action)))
+
+    def tick(self, device: torch.device, loss: torch.Tensor, action: str | None) -> None:
+        """Ends a step."""
+        self.actions.append(action)
+        self.losses.append(loss)
         steps = len(self.actions) - self.skip
         if steps < 0 or steps % self.window:
             return
-        fence(pl_module.device)
+        fence(device)
         now = time.perf_counter()
         if steps:
             self.windows_ms.append((now - self._started) * 1e3 / self.window)
@@ -45,7 +50,11 @@ class StepClock(Callback):
         self._started = time.perf_counter()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if pl_module.device.type == "cuda":
+        self.end(pl_module.device)
+
+    def end(self, device: torch.device) -> None:
+        """Ends the fit, before what it holds is given back."""
+        if device.type == "cuda":
             self.peaks = {
                 "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
                 "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
@@ -59,19 +68,39 @@ class StepClock(Callback):
         return dict(Counter(str(action) for action in timed))
 
 
-def time_clipping(module: LightningModule) -> list[float]:
-    """Times the clipping of a module on the host, call by call.
+@dataclass
+class HostTimes:
+    """Milliseconds on the host, call by call.
 
-    Returns:
-        The list that milliseconds are added to.
+    Attributes:
+        clip: of ``configure_gradient_clipping``, the last that the optimizer's closure does.
+        update: from there to the end of ``optimizer.step``: the update of the weights alone.
+        clipped: when the last clipping ended.
     """
-    times: list[float] = []
+
+    clip: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+    clipped: float = 0.0
+
+
+def time_host(module: LightningModule) -> HostTimes:
+    """Times the clipping and the update of a module on the host, whatever arm it is fitted in."""
+    times = HostTimes()
+
+    def updated(*_: Any) -> None:
+        times.update.append((time.perf_counter() - times.clipped) * 1e3)
 
     class Timed(type(module)):  # type: ignore[misc]
         def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
             started = time.perf_counter()
             super().configure_gradient_clipping(*args, **kwargs)
-            times.append((time.perf_counter() - started) * 1e3)
+            times.clipped = time.perf_counter()
+            times.clip.append((times.clipped - started) * 1e3)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_post_hook(updated)
+            return optimizer
 
     module.__class__ = Timed
     return times

@@ -96,6 +96,17 @@ def receipts(folder: Path = EVIDENCE) -> list[tuple[Path, dict[str, Any]]]:
     return found
 
 
+_FURTHER_ARMS = {
+    "replay_step": '`ReplayStrategy(scope="step")`',
+    "compile_default": "the network in `torch.compile`",
+    "compile_reduce_overhead": 'the network in `torch.compile(mode="reduce-overhead")`',
+    "compile_cudagraphs": 'the network in `torch.compile(backend="cudagraphs")`',
+    "full_iteration": "the limit: the step written by hand outside of Lightning, captured whole as one CUDA graph",
+}
+# Of later receipts: an earlier one has none of these figures.
+_OPTIONAL_COLUMNS = {"ratio_to_full_iteration": "to full iteration", "update_host_ms": "update on the host, ms"}
+
+
 def step_time(content: dict[str, Any]) -> str:
     """Renders step times: median over runs of the median window, with the range of the runs."""
     settings = content["settings"]
@@ -110,6 +121,11 @@ def step_time(content: dict[str, Any]) -> str:
         " by as much as their ranges say, and a difference inside the ranges says nothing.",
         "",
     ]
+    further = [f"*{_spelt(arm)}* {what}" for arm, what in _FURTHER_ARMS.items() if arm in settings.get("arms", ())]
+    if further:
+        lines += [f"Further arms: {'; '.join(further)}.", ""]
+    if settings.get("unlike"):
+        lines += ["What is not Lightning's own way:", "", *(f"- {text}" for text in settings["unlike"]), ""]
     if not content["complete"]:
         lines += ["**The run was cut short.**", ""]
     headers = [
@@ -123,13 +139,16 @@ def step_time(content: dict[str, Any]) -> str:
         "allocated MiB",
         "reserved MiB",
     ]
+    cells = [cell for arms in content["summary"].values() for cell in arms.values()]
+    optional = {key: head for key, head in _OPTIONAL_COLUMNS.items() if any(key in cell for cell in cells)}
+    headers += optional.values()
     rows = []
     for model, arms in content["summary"].items():
         for arm, cell in arms.items():
             rows.append(
                 [
                     settings["workloads"][model],
-                    arm.replace("_", " "),
+                    _spelt(arm),
                     f"{cell['median_ms']:.3f} ({cell['min_ms']:.3f} to {cell['max_ms']:.3f})",
                     _ratio(cell.get("ratio_to_native")),
                     _ratio(cell.get("ratio_to_graphed_callables")),
@@ -137,6 +156,7 @@ def step_time(content: dict[str, Any]) -> str:
                     _ratio(cell.get("clip_host_ms")),
                     _mib(cell.get("peak_allocated_bytes")),
                     _mib(cell.get("peak_reserved_bytes")),
+                    *(_ratio(cell.get(key)) for key in optional),
                 ]
             )
     lines += _table(headers, rows)
@@ -189,6 +209,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "memory": summary,
     "accumulation": summary,
     "omission": summary,
+    "update_time": summary,
 }
 
 
@@ -207,6 +228,10 @@ def _provenance(content: dict[str, Any]) -> str:
         f"{content['written'][:10]}; {machine}; host {device['cpu']}, {device['cpu_cores']} cores; {software}; sources"
         f" `{content['sources_digest'][:12]}`; `{content['command']}`"
     )
+
+
+def _spelt(arm: str) -> str:
+    return arm.replace("_", " ")
 
 
 def _table(headers: list[str], rows: list[list[str]]) -> list[str]:

@@ -10,15 +10,16 @@ import statistics
 import time
 import traceback
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch.utils.data import DataLoader
 
-from tests.benchmarks.arms import ARMS, UNCLIPPED_ARMS
-from tests.benchmarks.clock import StepClock, fence, time_clipping
+from tests.benchmarks import full_iteration
+from tests.benchmarks.arms import ARMS, FULL_ITERATION, NAMES, UNCLIPPED_ARMS, ClipFused
+from tests.benchmarks.clock import HostTimes, StepClock, fence, time_host
 from tests.benchmarks.workloads import USUAL, WORKLOADS
 from tests.helpers.digest import sha256
 from tests.helpers.models import cycled
@@ -40,7 +41,7 @@ def main() -> None:
 def parser() -> argparse.ArgumentParser:
     """The options that step_time hands on."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arm", choices=ARMS, required=True)
+    parser.add_argument("--arm", choices=NAMES, required=True)
     parser.add_argument("--out", required=True)
     add_common(parser)
     return parser
@@ -55,6 +56,9 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="batches an update")
     parser.add_argument("--clip", type=float, default=1.0, help="gradient norm to clip to; 0 clips nothing")
     parser.add_argument("--update", choices=["fused", "foreach"], default="foreach", help="AdamW implementation")
+    parser.add_argument(
+        "--log", nargs="?", choices=["nothing", "loss"], const="loss", default="nothing", help="what each step logs"
+    )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--backend", choices=["auto", "cuda", "tape"], default="auto", help="of the replay arm")
@@ -69,15 +73,16 @@ def _attempt(options: argparse.Namespace, model: str) -> dict[str, Any]:
         return {"model": model, "error": f"{type(error).__name__}: {error}"}
 
 
-def _clip_for_fused(
-    module: LightningModule,
-    optimizer: torch.optim.Optimizer,
-    gradient_clip_val: float | None = None,
-    gradient_clip_algorithm: str | None = None,
-) -> None:
-    """What a user writes to clip with a fused optimizer under bf16-mixed, which Lightning refuses to do itself."""
-    if gradient_clip_val:
-        torch.nn.utils.clip_grad_norm_(module.parameters(), gradient_clip_val)
+def _logging(module: LightningModule) -> None:
+    """Makes each step of a module log its loss."""
+
+    class Logging(type(module)):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            self.log("loss", loss)
+            return loss
+
+    module.__class__ = Logging
 
 
 def _norm_replays(trainer: Trainer) -> int:
@@ -93,9 +98,6 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
     seed_everything(options.seed, workers=True, verbose=False)
     gc.collect()
     module = workload.make_module(options.update == "fused")
-    if options.update == "fused" and options.precision == "bf16-mixed":
-        module.configure_gradient_clipping = partial(_clip_for_fused, module)  # type: ignore[method-assign]
-    clippings = time_clipping(module)
     loader, _ = cycled(workload.make_batches(), options.steps, device)
     memory: dict[str, int] = {}
     if device.type == "cuda":
@@ -108,11 +110,43 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
         }
     fence(device)
     started = time.perf_counter()
-    strategy, callbacks, plugins = ARMS[options.arm](options.backend, options.precision)
     clock = StepClock(options.skip, options.window)
+    if options.arm == FULL_ITERATION:
+        full_iteration.train(module, loader, options.precision, options.clip, clock)
+        of_lightning = {}
+    else:
+        of_lightning = _fit_lightning(options, module, loader, clock)
+    fence(device)
+    seconds = time.perf_counter() - started
+    parameters = list(module.parameters())
+    return {
+        "windows_ms": clock.windows_ms,
+        "timed_actions": clock.timed_actions,
+        "fit_seconds": seconds,
+        "last_loss": float(clock.losses[-1]).hex() if clock.losses else None,
+        "losses_sha256": sha256(torch.stack(clock.losses)) if clock.losses else None,
+        "weights_sha256": sha256(torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])),
+        "parameters": len(parameters),
+        "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        **memory,
+        **clock.peaks,
+        **of_lightning,
+    }
+
+
+def _fit_lightning(
+    options: argparse.Namespace, module: LightningModule, loader: DataLoader, clock: StepClock
+) -> dict[str, Any]:
+    """Fits with a Trainer and returns what only such a fit can tell."""
+    if options.log == "loss":
+        _logging(module)
+    times = time_host(module)
+    strategy, callbacks, plugins = ARMS[options.arm](options.backend, options.precision)
+    if options.update == "fused":
+        callbacks = [*callbacks, ClipFused()]
     trainer = Trainer(
         strategy=strategy,
-        accelerator="gpu" if device.type == "cuda" else "cpu",
+        accelerator="gpu" if options.device == "cuda" else "cpu",
         devices=1,
         precision=None if plugins else options.precision,
         plugins=plugins or None,
@@ -128,25 +162,18 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
         callbacks=[*callbacks, clock],
     )
     trainer.fit(module, loader)
-    fence(device)
-    seconds = time.perf_counter() - started
     report = getattr(trainer.strategy, "report", None)
-    parameters = list(module.parameters())
     return {
-        "windows_ms": clock.windows_ms,
-        "timed_actions": clock.timed_actions,
-        "clip_host_ms": statistics.median(clippings[options.skip :]) if clippings[options.skip :] else None,
+        **_host(times, options.skip),
         "norm_replays": _norm_replays(trainer),
-        "fit_seconds": seconds,
-        "last_loss": float(clock.losses[-1]).hex() if clock.losses else None,
-        "losses_sha256": sha256(torch.stack(clock.losses)) if clock.losses else None,
-        "weights_sha256": sha256(torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])),
-        "parameters": len(parameters),
-        "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
-        **memory,
-        **clock.peaks,
         "report": plain(report().as_dict()) if callable(report) else None,
     }
+
+
+def _host(times: HostTimes, skip: int) -> dict[str, float | None]:
+    """Medians of what clipping and update cost the host, the first ones left out."""
+    kept = {"clip_host_ms": times.clip[skip:], "update_host_ms": times.update[skip:]}
+    return {name: statistics.median(values) if values else None for name, values in kept.items()}
 
 
 if __name__ == "__main__":

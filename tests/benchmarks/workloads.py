@@ -5,6 +5,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -31,6 +32,21 @@ class Workload:
     what: str
     make_module: Callable[[bool], LightningModule]
     make_batches: Callable[[], Sequence[Sequence[Tensor]]]
+
+
+class Empty(LightningModule):
+    """Nothing but a loss: what is left of a step is Lightning's own."""
+
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self._fused = fused or None
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        return self.weight.square()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=self._fused)
 
 
 USUAL = ("resnet18", "efficientnet_b0", "vit_tiny", "gpt", "mlp")
@@ -65,6 +81,7 @@ WORKLOADS = {
         lambda fused: GPTModule(fused=fused),
         lambda: token_batches(32),
     ),
+    "empty": Workload("an empty step of one parameter", Empty, lambda: feature_batches(1, 1)),
     # Small enough for a CPU: for trying the harness, not for figures.
     "tiny": Workload(
         "MLP, 6 hidden layers of 16, batch 4",
