@@ -5,6 +5,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_replay.__about__ import __version__
+from lightning_replay.callbacks import ReplayMonitor
 from lightning_replay.errors import CaptureError, ContractError, NotReplayedError, ReplayWarning
 from lightning_replay.precision import ReplayPrecision
 from lightning_replay.reasons import Finding, Reason
@@ -17,6 +18,7 @@ __all__ = [
     "Finding",
     "NotReplayedError",
     "Reason",
+    "ReplayMonitor",
     "ReplayPrecision",
     "ReplayReport",
     "ReplayStrategy",

@@ -20,12 +20,12 @@ def check_choice(name: str, value: object, accepted: tuple[str, ...], owner: str
         raise ValueError(argument_message(name, value, " or ".join(map(repr, accepted)), "pass one of these", owner))
 
 
-def check_count(name: str, value: object) -> None:
+def check_count(name: str, value: object, owner: str = "ReplayStrategy") -> None:
     """Raises TypeError or ValueError unless a value is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(argument_message(name, value, "an int of at least 1", "pass a positive int"))
+        raise TypeError(argument_message(name, value, "an int of at least 1", "pass a positive int", owner))
     if value < 1:
-        raise ValueError(argument_message(name, value, "an int of at least 1", "pass a positive int"))
+        raise ValueError(argument_message(name, value, "an int of at least 1", "pass a positive int", owner))
 
 
 def check_flag(name: str, value: object) -> None:

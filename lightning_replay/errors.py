@@ -2,7 +2,13 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """The errors and the warning that this package raises itself. Everything else is a builtin one."""
 
+import sys
+import warnings
+from types import FrameType
+
 from lightning_replay.reasons import Finding
+
+_NOT_THE_USERS = sys.stdlib_module_names | {"lightning_replay", "lightning", "torch"}
 
 
 class _FindingError(RuntimeError):
@@ -30,3 +36,12 @@ class ContractError(_FindingError):
 
 class ReplayWarning(UserWarning):
     """Something runs natively: a step, a whole fit or the clipping of gradients. The message says why."""
+
+
+def warn(finding: Finding) -> None:
+    """Warns of a finding at the innermost line that is the user's own."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(str(finding), ReplayWarning, stacklevel=level)

@@ -3,6 +3,8 @@
 """What was replayed, what was not and why."""
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +22,10 @@ class RecordingStats:
         pool_bytes: Device memory of its pool, shared by the recordings of one call position.
         certified: "bitwise", "nondeterministic" or "off".
         replays: How often it was replayed.
+        native_ms: Milliseconds of a native step with a batch of the same shapes; None unless a `ReplayMonitor`
+            measured. It is a median of the host's wall time from one step's start to the next one's.
+        replay_ms: The same of steps in which it was replayed.
+        seconds_saved: Its share of what the steps with it saved by these medians, negative if they took longer.
     """
 
     region: str
@@ -28,6 +34,14 @@ class RecordingStats:
     pool_bytes: int
     certified: str
     replays: int = 0
+    native_ms: float | None = None
+    replay_ms: float | None = None
+    seconds_saved: float | None = None
+
+    @property
+    def break_even_step(self) -> int | None:
+        """Replays after which the time that the recording took is won back; None if unknown, or never."""
+        return _break_even(self.capture_seconds, self.seconds_saved, self.replays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +80,38 @@ class ReplayReport:
     gradients_copied: int = 0
     messages: dict[Reason, str] = field(default_factory=dict)
 
+    @property
+    def estimated_seconds_saved(self) -> float | None:
+        """What replayed steps saved, before the time spent on recording; None unless a `ReplayMonitor` measured."""
+        saved = [r.seconds_saved for r in self.recordings if r.seconds_saved is not None]
+        return sum(saved) if saved else None
+
+    @property
+    def capture_seconds(self) -> float:
+        """Time spent on making the recordings."""
+        return sum(r.capture_seconds for r in self.recordings)
+
+    @property
+    def break_even_step(self) -> int | None:
+        """Replayed steps after which the time spent on recording is won back; None if unknown, or never."""
+        return _break_even(self.capture_seconds, self.estimated_seconds_saved, self.steps_replayed)
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the report with plain keys and values, ready for JSON."""
         plain = asdict(self)
         plain["reasons"] = {reason.value: count for reason, count in self.reasons.items()}
         plain["norm_native"] = {reason.value: count for reason, count in self.norm_native.items()}
         plain["messages"] = {reason.value: message for reason, message in self.messages.items()}
+        plain["estimated_seconds_saved"] = self.estimated_seconds_saved
+        plain["break_even_step"] = self.break_even_step
         return plain
 
     def to_json(self) -> str:
         """Returns the report as JSON."""
         return json.dumps(self.as_dict(), indent=2)
 
-    def __str__(self) -> str:
+    def summary(self) -> list[str]:
+        """Returns lines about the whole of it: steps, gradients, the gradient norm, time."""
         share = self.steps_replayed / self.steps_total if self.steps_total else 0.0
         lines = [
             f"steps: {self.steps_total} in all, {self.steps_replayed} replayed ({share:.0%}),"
@@ -89,42 +122,83 @@ class ReplayReport:
                 f"gradients: {self.gradients_published} times published, {self.gradients_added} added to live ones,"
                 f" {self.gradients_copied} given fresh memory"
             )
-        if self.norm_replays or self.norm_native:
+        if self.norm_replays or set(self.norm_native) - {Reason.NORM_NO_LIMIT}:
             native = ", ".join(f"{reason.value} {count}" for reason, count in self.norm_native.items())
             lines.append(
                 f"gradient norm: {self.norm_replays} replayed ({self.norm_copied} on copies),"
                 f" {sum(self.norm_native.values())} native{f' ({native})' if native else ''}"
             )
+        if (saved := self.estimated_seconds_saved) is not None:
+            steps = self.break_even_step
+            repaid = "never repaid" if steps is None else f"repaid by {steps} replayed steps"
+            lines.append(
+                f"time: about {saved:.2f} s saved in replayed steps, {self.capture_seconds:.2f} s spent on recording,"
+                f" {repaid} (by the host's clock, from step to step)"
+            )
+        return lines
+
+    def tables(self) -> list["Table"]:
+        """Returns tables of the recordings, of their times and of the reasons of native calls, where there are any."""
+        tables = []
         if self.recordings:
-            rows: list[tuple[str, ...]] = [
-                (
-                    r.region,
-                    r.signature,
-                    str(r.replays),
-                    f"{r.capture_seconds:.2f} s",
-                    _mebibytes(r.pool_bytes),
-                    r.certified,
-                )
-                for r in self.recordings
-            ]
-            lines += ["", *_table(("region", "signature", "replays", "recorded in", "pool", "certified"), rows)]
+            columns = ("region", "signature", "replays", "recorded in", "pool", "certified")
+            tables.append(Table(columns, [_cells(recording) for recording in self.recordings]))
+        if timed := [recording for recording in self.recordings if recording.replay_ms is not None]:
+            columns = ("region", "signature", "native step", "replayed step", "saved", "repaid by")
+            tables.append(Table(columns, [_times(recording) for recording in timed]))
         if self.reasons:
-            rows = [(r.value, str(count), r.cause) for r, count in sorted(self.reasons.items(), key=_weight)]
-            lines += ["", *_table(("native because", "calls", "meaning"), rows)]
-        return "\n".join(lines)
+            reasons = sorted(self.reasons.items(), key=_weight)
+            rows = [(reason.value, str(count), reason.cause) for reason, count in reasons]
+            tables.append(Table(("native because", "calls", "meaning"), rows))
+        return tables
+
+    def __str__(self) -> str:
+        return "\n\n".join(["\n".join(self.summary()), *map(str, self.tables())])
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells of text under a header."""
+
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+    def __str__(self) -> str:
+        lines = [self.header, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, tuple("-" * width for width in widths))
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        )
+
+
+def _cells(recording: RecordingStats) -> tuple[str, ...]:
+    pool = f"{recording.pool_bytes / 2**20:.1f} MiB"
+    seconds = f"{recording.capture_seconds:.2f} s"
+    return recording.region, recording.signature, str(recording.replays), seconds, pool, recording.certified
+
+
+def _times(recording: RecordingStats) -> tuple[str, ...]:
+    def text(value: float | None, form: str) -> str:
+        return "unknown" if value is None else form.format(value)
+
+    repaid = text(recording.break_even_step, "{} replays")
+    return (
+        recording.region,
+        recording.signature,
+        text(recording.native_ms, "{:.2f} ms"),
+        text(recording.replay_ms, "{:.2f} ms"),
+        text(recording.seconds_saved, "{:.2f} s"),
+        "never" if recording.seconds_saved is not None and recording.break_even_step is None else repaid,
+    )
+
+
+def _break_even(cost: float, saved: float | None, count: int) -> int | None:
+    """Returns how many of `count` equal savings repay a cost."""
+    return None if saved is None or saved <= 0 else math.ceil(cost * count / saved)
 
 
 def _weight(entry: tuple[Reason, int]) -> tuple[bool, int]:
     """Sorts what needs a cure before what a healthy run meets, and the frequent before the rare."""
     reason, count = entry
     return reason.is_harmless, -count
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

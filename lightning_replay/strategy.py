@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """The strategy: the only place that meets the Trainer."""
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,7 +34,7 @@ from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.cuda import CudaGraphBackend
 from lightning_replay.engine.interposition import Shadowed
 from lightning_replay.engine.tape import TapeBackend
-from lightning_replay.errors import ContractError, NotReplayedError, ReplayWarning
+from lightning_replay.errors import ContractError, NotReplayedError, warn
 from lightning_replay.fit import find_fit_reason
 from lightning_replay.norm import NormClipper
 from lightning_replay.precision import asks_for_clipping, attach, detach
@@ -263,7 +262,6 @@ class ReplayStrategy(SingleDeviceStrategy):
         detach(self.precision_plugin)
         finding, self._norm_finding = self._norm_finding, None
         if finding is not None and self._clipper is not None and asks_for_clipping(self.lightning_module):
-            self._clipper.count(finding.reason)
             self._meet_norm(finding)
 
     def _drop_recordings(self) -> None:
@@ -366,6 +364,16 @@ class ReplayStrategy(SingleDeviceStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finding = self._norm_finding
+        if finding is not None and self._clipper is not None and asks_for_clipping(self.lightning_module):
+            self._clipper.count(finding)
+        return result
+
     def _meet(self, finding: Finding) -> None:
         """Acts on a finding: counts it, and warns or raises as asked."""
         self._reasons[finding.reason] += 1
@@ -374,9 +382,12 @@ class ReplayStrategy(SingleDeviceStrategy):
             return
         if self._on_native == "error":
             raise (ContractError if finding.reason is Reason.UNKNOWN_CONTRACT else NotReplayedError)(finding)
+        self._warn_once(finding)
+
+    def _warn_once(self, finding: Finding) -> None:
         if finding.reason not in self._warned:
             self._warned.add(finding.reason)
-            warnings.warn(str(finding), ReplayWarning, stacklevel=2)
+            warn(finding)
 
     def _expecting_references(self, owner: object) -> AbstractContextManager[None]:
         """Lets a recording of the gradient norm refer to gradient buffers."""
@@ -385,8 +396,9 @@ class ReplayStrategy(SingleDeviceStrategy):
     def _meet_norm(self, finding: Finding) -> None:
         """Acts on a finding for which clipping stays native: no step is native for it, so it is no error."""
         self._messages.setdefault(finding.reason, str(finding))
-        if self._on_native != "ignore" and finding.reason is not Reason.NORM_VALUE:
-            warnings.warn(str(finding), ReplayWarning, stacklevel=2)
+        quiet = finding.reason.is_harmless or finding.reason is Reason.NORM_VALUE
+        if self._on_native != "ignore" and not quiet:
+            self._warn_once(finding)
 
     # -- for the user --------------------------------------------------------------------------------------------
 
@@ -444,7 +456,7 @@ class ReplayStrategy(SingleDeviceStrategy):
             gradients_published=self._published + (runner.gradients.published if runner is not None else 0),
             gradients_added=self._added + (runner.gradients.added if runner is not None else 0),
             gradients_copied=self._copied + (runner.gradients.copied if runner is not None else 0),
-            messages=dict(self._messages),
+            messages=self._messages | ({} if clipper is None else clipper.messages),
         )
 
     def _reset_counts(self) -> None:
