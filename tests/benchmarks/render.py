@@ -203,6 +203,13 @@ def summary(content: dict[str, Any]) -> str:
     return "\n".join([content["settings"]["what"], "", *_table(headers, cells)])
 
 
+def sweep(content: dict[str, Any]) -> str:
+    """Renders a sweep of batch sizes; an arm that failed at one of them leaves its cells empty."""
+    headers = list(dict.fromkeys(name for row in content["summary"] for name in row))
+    rows = [[str(row.get(name, "")) for name in headers] for row in content["summary"]]
+    return "\n".join([content["settings"]["what"], "", *_table([_spelt(name) for name in headers], rows)])
+
+
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step_time": step_time,
     "parity": parity,
@@ -210,6 +217,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accumulation": summary,
     "omission": summary,
     "update_time": summary,
+    "sweep": sweep,
 }
 
 

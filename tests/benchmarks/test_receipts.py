@@ -2,9 +2,12 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """The harness runs, says what it ran, and its pages are rendered from receipts. No time is asserted."""
 
+import hashlib
+import io
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +73,57 @@ def test_published_page_is_what_the_receipts_say() -> None:
 
 def test_readme_is_what_the_receipts_say() -> None:
     assert render.README.read_text(encoding="utf-8") == render.readme()
+
+
+def _git(*words: str) -> bytes | None:
+    """What git answers, None where it refuses."""
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _sources_at(revision: str) -> dict[str, str] | None:
+    """The hashes of the package's sources at a commit, None if this checkout does not have it."""
+    if (archive := _git("archive", revision, "lightning_replay")) is None:
+        return None
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        return {
+            member.name: hashlib.sha256(file.read()).hexdigest()
+            for member in files
+            if member.name.endswith(".py") and (file := files.extractfile(member)) is not None
+        }
+
+
+def _other_sources(content: dict[str, Any], known: dict[str, str]) -> list[str]:
+    """The files that a receipt does not have as the revision that it states."""
+    stated = content["sources"]
+    return sorted(path for path in stated.keys() | known.keys() if stated.get(path) != known.get(path))
+
+
+@pytest.mark.parametrize(("path", "content"), [pytest.param(*found, id=found[0].name) for found in render.receipts()])
+def test_sources_are_those_of_the_stated_revision(path: Path, content: dict[str, Any]) -> None:
+    revision = content["revision"]
+    if revision is None:
+        pytest.skip("it states none")
+    assert not revision.endswith("+"), "measured with changes that no commit has"
+    known = _sources_at(revision)
+    if known is None and (_git("rev-parse", "--is-shallow-repository") or b"true").strip() == b"true":
+        pytest.skip(f"this copy has no history that reaches {revision}")
+    assert known is not None, f"{revision} is no commit of this repository"
+    assert _other_sources(content, known) == []
+
+
+def test_other_sources_than_those_of_a_revision_are_seen() -> None:
+    known = _sources_at("HEAD")
+    if known is None:
+        pytest.skip("this copy has no history")
+    path = "lightning_replay/strategy.py"
+
+    assert _other_sources({"sources": known}, known) == []
+    assert _other_sources({"sources": known | {path: "0"}}, known) == [path]
+    assert _other_sources({"sources": {name: known[name] for name in known if name != path}}, known) == [path]
 
 
 def _publish(folder: Path, name: str, replay: float, **changes: Any) -> None:

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule
@@ -88,4 +89,26 @@ WORKLOADS = {
         lambda fused: MLPModule(width=16, features=8, fused=fused),
         lambda: feature_batches(4, 8),
     ),
+}
+
+
+SIZES = tuple(2**power for power in range(9))
+"""Batch sizes of a sweep."""
+
+
+def sized(model: str, size: int) -> str:
+    """The name of a workload with another batch size."""
+    return f"{model}/{size}"
+
+
+_OF_ANY_SIZE: dict[str, tuple[str, Callable[[int], Sequence[Sequence[Tensor]]]]] = {
+    "resnet18": ("timm resnet18, 224 px", lambda size: image_batches(size, count=2)),
+    "gpt": ("GPT, 12 layers of 384, dropout 0.1, 256 tokens", lambda size: token_batches(size, count=2)),
+    "tiny": ("MLP, 6 hidden layers of 16", lambda size: feature_batches(size, 8)),
+}
+SWEPT = tuple(_OF_ANY_SIZE)
+WORKLOADS |= {
+    sized(model, size): Workload(f"{what}, batch {size}", WORKLOADS[model].make_module, partial(make_batches, size))
+    for model, (what, make_batches) in _OF_ANY_SIZE.items()
+    for size in SIZES
 }
