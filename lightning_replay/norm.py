@@ -12,7 +12,6 @@ Note [two kinds of recording]
     bounded number of times. Gradients are never kept alive: who owns them counts the references.
 """
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from lightning_replay.engine.bits import first_difference, same_bits
 from lightning_replay.engine.cuda import CudaGraphBackend
 from lightning_replay.engine.layout import clone_exactly, copy_all
 from lightning_replay.engine.tape import TapeBackend
-from lightning_replay.errors import CaptureError, ReplayWarning
+from lightning_replay.errors import CaptureError, warn
 from lightning_replay.guards.gradients import (
     ALIGNMENT,
     WHERE,
@@ -242,7 +241,7 @@ class NormClipper:
         if self.on_finding is not None:
             self.on_finding(finding)
         else:
-            warnings.warn(str(finding), ReplayWarning, stacklevel=2)
+            warn(finding)
 
     # -- a call --------------------------------------------------------------------------------------------------
 

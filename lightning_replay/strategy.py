@@ -262,6 +262,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         detach(self.precision_plugin)
         finding, self._norm_finding = self._norm_finding, None
         if finding is not None and self._clipper is not None and asks_for_clipping(self.lightning_module):
+            self._clipper.count(finding.reason)
             self._meet_norm(finding)
 
     def _drop_recordings(self) -> None:
@@ -364,16 +365,6 @@ class ReplayStrategy(SingleDeviceStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        finding = self._norm_finding
-        if finding is not None and self._clipper is not None and asks_for_clipping(self.lightning_module):
-            self._clipper.count(finding)
-        return result
-
     def _meet(self, finding: Finding) -> None:
         """Acts on a finding: counts it, and warns or raises as asked."""
         self._reasons[finding.reason] += 1
@@ -396,8 +387,7 @@ class ReplayStrategy(SingleDeviceStrategy):
     def _meet_norm(self, finding: Finding) -> None:
         """Acts on a finding for which clipping stays native: no step is native for it, so it is no error."""
         self._messages.setdefault(finding.reason, str(finding))
-        quiet = finding.reason.is_harmless or finding.reason is Reason.NORM_VALUE
-        if self._on_native != "ignore" and not quiet:
+        if self._on_native != "ignore" and finding.reason is not Reason.NORM_VALUE:
             self._warn_once(finding)
 
     # -- for the user --------------------------------------------------------------------------------------------
@@ -456,7 +446,7 @@ class ReplayStrategy(SingleDeviceStrategy):
             gradients_published=self._published + (runner.gradients.published if runner is not None else 0),
             gradients_added=self._added + (runner.gradients.added if runner is not None else 0),
             gradients_copied=self._copied + (runner.gradients.copied if runner is not None else 0),
-            messages=self._messages | ({} if clipper is None else clipper.messages),
+            messages=dict(self._messages),
         )
 
     def _reset_counts(self) -> None:
