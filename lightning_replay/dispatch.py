@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -136,6 +137,10 @@ class Region:
         outside: Parameters that were seen in use outside of the region.
         strikes: Recordings retired before they had paid.
         part: It is a part of a region that was refused.
+        path: Dotted path of the module, where that is not the region's name.
+        entry: The function that a run begins with, where that is not the module's forward.
+        again: Runs it once more, without what it does outside of its results.
+        ignored: Attributes of its modules that it may set, because whoever made the region answers for them.
         instance_forward: The `forward` on the instance when the region was made, in front of the one of its class.
     """
 
@@ -152,6 +157,15 @@ class Region:
     strikes: float = 0
     part: bool = False
     instance_forward: Any = None
+    path: str | None = None
+    entry: FunctionType | None = None
+    again: Callable[..., Any] | None = None
+    ignored: frozenset[str] = frozenset()
+
+    @property
+    def members(self) -> str:
+        """The dotted path that the names of its members begin with."""
+        return self.name if self.path is None else self.path
 
     def engaged(self) -> list[Engaged]:
         """Returns all recordings in use."""
@@ -305,10 +319,12 @@ class Dispatcher:
 
     def _take_state(self, region: Region) -> Finding | None:
         """Takes the state of a region, unless something in it forbids recording for now."""
-        finding = find_hooks(region.name, region.module) or find_hidden_state(region.name, region.module, self._device)
+        finding = find_hooks(region.members, region.module) or find_hidden_state(
+            region.members, region.module, self._device
+        )
         if finding is not None:
             return finding
-        state = ModuleState(region.name, region.module)
+        state = ModuleState(region.members, region.module, entry=region.entry, ignored=region.ignored)
         for name, parameter in state.parameters.items():
             if (
                 type(parameter) is not Parameter

@@ -129,10 +129,31 @@ class Reason(Enum):
         "self.log is called inside the recorded module; a replay would not log.",
         "Log in training_step from the module's results.",
     )
+    BATCH_INDEX = (
+        "batch_index",
+        "training_step uses the index of the batch, which is another number in every step.",
+        "Leave the index alone, or compute what depends on it in a hook or in the data.",
+    )
+    TRAINER_READ = (
+        "trainer_read",
+        "training_step reads or sets something of the Trainer, which a replay would not.",
+        "Read it in a hook such as on_train_batch_start and keep it in an attribute of the module, or in a buffer.",
+    )
+    HOST_EFFECT = (
+        "host_effect",
+        "The region prints, reads or writes a file, or looks at a clock; a replay would not.",
+        "Do it in a hook or in a callback.",
+    )
+    LOGGED_VALUE = (
+        "logged_value",
+        "self.log was called in a way that cannot be done again on a replay.",
+        "Log tensors or constant numbers, without enable_graph; other arguments should be plain values.",
+    )
     SHARED_PARAMETER = (
         "shared_parameter",
-        "A parameter used several times in the region is used elsewhere too: its gradients add up in another order.",
-        "Move the outside use into the module.",
+        "A parameter or an argument that the region uses several times is used outside of it too: the parts of its"
+        " gradient would add up in another order.",
+        "Move the outside use into the module, or hand the module a copy of the argument: x.clone().",
     )
     # -- arguments, results, memory
     ARGUMENT = (
@@ -286,15 +307,27 @@ class Reason(Enum):
         "Gradients were clipped under autocast, or under a mode that watches torch's operations.",
         "Clip outside of it, as Lightning does.",
     )
+    NORM_MOVED = (
+        "norm_moved",
+        "The gradients lay in other memory than the recorded ones, as those of a native step between replayed ones do.",
+        "Nothing: the next step that finds them in recorded memory is replayed, and memory met again is recorded too.",
+    )
+    NORM_NO_LIMIT = (
+        "norm_no_limit",
+        "The Trainer was given no limit, or one of 0: there was nothing to clip.",
+        "Nothing; Trainer(gradient_clip_val=1.0) clips, if it was meant to.",
+    )
     NORM_DRIFT = (
         "norm_drift",
-        "The gradients were not those of the recording: other tensors, layouts, a missing one, or another stream.",
-        "Nothing: a new pattern that lasts is recorded.",
+        "The set of gradients, a layout or the stream was not as recorded.",
+        "Nothing if it was intended: a new pattern that lasts is recorded. Otherwise let the same parameters get"
+        " gradients in every step.",
     )
     NORM_RETIRED = (
         "norm_retired",
         "The gradients changed too often; clipping is native for the rest of the fit.",
-        "Let the same parameters get gradients in every step, or capture_gradient_norm=False.",
+        "Let the same parameters get gradients in every step, or leave clipping native: capture_gradient_norm=False,"
+        " or no ReplayPrecision.",
     )
 
     def __new__(cls, key: str, cause: str, cure: str) -> "Reason":
@@ -322,6 +355,8 @@ _HARMLESS = frozenset(
         Reason.LAST_BATCH,
         Reason.INVALIDATED,
         Reason.AUDIT,
+        Reason.NORM_MOVED,
+        Reason.NORM_NO_LIMIT,
         Reason.TOO_SMALL,  # comes after the reason for which the whole was refused
     }
 )

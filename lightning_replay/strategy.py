@@ -4,7 +4,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -41,6 +43,7 @@ from lightning_replay.precision import asks_for_clipping, attach, detach
 from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import RecordingStats, ReplayReport
 from lightning_replay.runner import Runner, StepAction
+from lightning_replay.whole_step import WholeStep
 
 _FROM_CONNECTOR = ("_accelerator", "_precision_plugin", "_checkpoint_io", "_root_device")
 
@@ -53,7 +56,9 @@ class ReplayStrategy(SingleDeviceStrategy):
 
     Args:
         device: The device, such as "cuda:1" or 1. None takes the one that the Trainer chose.
-        scope: What is recorded as one unit. "network": the calls of modules made by `training_step`.
+        scope: What is recorded as one unit. "network": the calls of modules made by `training_step`. "step": all of
+            `training_step`, with loss and logging; what cannot be recorded so is recorded as with "network", and
+            reported. "auto": the same, without a warning.
         modules: Dotted names of the modules whose calls are recorded, such as ["net"]; "self" is the LightningModule's
             own forward. None discovers the outermost calls.
         warmup_steps: Native steps with a signature before it is recorded; at least 1.
@@ -80,7 +85,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         self,
         device: int | str | torch.device | None = None,
         *,
-        scope: Literal["network"] = "network",
+        scope: Literal["network", "step", "auto"] = "network",
         modules: Sequence[str] | None = None,
         warmup_steps: int = 3,
         max_recordings: int = 8,
@@ -92,7 +97,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        check_choice("scope", scope, ("network",))
+        check_choice("scope", scope, ("network", "step", "auto"))
         check_choice("certify", certify, ("auto", "bitwise", "off"))
         check_choice("on_native", on_native, ("warn", "error", "ignore"))
         check_choice("backend", backend, ("auto", "cuda", "tape"))
@@ -113,6 +118,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._given_accelerator = accelerator
         self._given_precision = precision_plugin
         self._given_checkpoint_io = checkpoint_io
+        self._scope = scope
         self._modules = None if modules is None else tuple(modules)
         self._warmup_steps = warmup_steps
         self._max_recordings = max_recordings
@@ -126,6 +132,9 @@ class ReplayStrategy(SingleDeviceStrategy):
             self._clipper = NormClipper(backend, patience, self._meet_norm, self._expecting_references)
         self._norm_finding: Finding | None = None
         self._runner: Runner | None = None
+        self._whole: WholeStep | None = None
+        self._whole_runner: Runner | None = None
+        self._ran: Runner | None = None
         self._fit_finding: Finding | None = None
         self._fit_checked = False
         self._warned: set[Reason] = set()
@@ -262,15 +271,18 @@ class ReplayStrategy(SingleDeviceStrategy):
         detach(self.precision_plugin)
         finding, self._norm_finding = self._norm_finding, None
         if finding is not None and self._clipper is not None and asks_for_clipping(self.lightning_module):
-            self._clipper.count(finding.reason)
             self._meet_norm(finding)
 
     def _drop_recordings(self) -> None:
         """Gives all recordings back, keeping what is reported of them."""
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
+        for runner in self._runners():
             self._take_counts(runner)
             runner.close()
+        self._runner = self._whole_runner = self._ran = self._whole = None
+
+    def _runners(self) -> list[Runner]:
+        """Returns the runners of this fit: of whole steps, and of networks."""
+        return [runner for runner in (self._whole_runner, self._runner) if runner is not None]
 
     def _start(self) -> Runner | None:
         """Checks the fit at its first step, and makes the runner unless the whole fit is native."""
@@ -281,16 +293,23 @@ class ReplayStrategy(SingleDeviceStrategy):
                 self._device_finding() or _contract_finding(module.trainer) or find_fit_reason(module.trainer, module)
             )
             if self._fit_finding is None:
-                self._runner = Runner(
-                    self._make_backend(),
-                    warmup_steps=self._warmup_steps,
-                    max_recordings=self._max_recordings,
-                    certify=self._certify,
-                    on_finding=self._meet,
-                )
+                self._runner = self._make_runner(self._meet)
                 for name in self._modules or ():
                     self._runner.add_region(name, named_module(module, name))
+                if self._scope != "network":
+                    on_finding = self._meet if self._scope == "step" else self._count
+                    self._whole_runner = self._make_runner(on_finding)
+                    self._whole = WholeStep(module, self._whole_runner, super().training_step, on_finding)
         return self._runner
+
+    def _make_runner(self, on_finding: Callable[[Finding], None]) -> Runner:
+        return Runner(
+            self._make_backend(),
+            warmup_steps=self._warmup_steps,
+            max_recordings=self._max_recordings,
+            certify=self._certify,
+            on_finding=on_finding,
+        )
 
     def _device_finding(self) -> Finding | None:
         if self._backend == "tape" or self.root_device.type == "cuda":
@@ -316,26 +335,37 @@ class ReplayStrategy(SingleDeviceStrategy):
         runner = self._start()
         self._steps_total += 1
         self._last_action = "native"
-        module = self._module()
-
-        def step() -> Any:
-            return super(ReplayStrategy, self).training_step(*args, **kwargs)
-
+        step = partial(super().training_step, *args, **kwargs)
         if runner is None:
             assert self._fit_finding is not None
             self._meet(self._fit_finding)
             return step()
+        counts = not seams.is_last_of_several(self._module().trainer)
+        networks = partial(self._run_networks, runner, step, counts)
+        if self._whole is None or kwargs:
+            result = networks()
+        else:
+            whole, result = self._whole.run_step(args, counts, networks)
+            if whole:
+                self._ran = self._whole_runner
+        assert self._ran is not None
+        self._last_action = self._ran.last_action
+        self._steps_replayed += self._last_action == "replay"
+        return result
+
+    def _run_networks(self, runner: Runner, step: Callable[[], Any], counts: bool) -> Any:
+        """Runs a step in which the calls of networks are replayed."""
+        self._ran = runner
+        module = self._module()
         with Shadowed(module, "log", self._watched_log(runner, module)):
             if not runner.regions:
                 result = runner.discover(module, step)
             else:
-                result = runner.run_step(step, counts=not seams.is_last_of_several(module.trainer))
+                result = runner.run_step(step, counts)
         if not runner.called:
             names = " or ".join(region.name for region in runner.regions) or "a module with parameters"
             where = f"{type(module).__name__}.training_step"
             self._meet(Finding(Reason.NO_REGION, where, f"a call of {names}", "no such call"))
-        self._last_action = runner.last_action
-        self._steps_replayed += self._last_action == "replay"
         return result
 
     def _watched_log(self, runner: Runner, module: LightningModule) -> Callable[..., None]:
@@ -353,22 +383,29 @@ class ReplayStrategy(SingleDeviceStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self._runner is None:
+        if self._ran is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         # The body of Lightning's Strategy.backward (the same in all inspected releases), with ours around autograd.
         module = self._module()
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with self._runner.backward(closure_loss):
+        with self._ran.backward(closure_loss):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finding = self._norm_finding
+        if finding is not None and self._clipper is not None and asks_for_clipping(self.lightning_module):
+            self._clipper.count(finding)
+        return result
+
     def _meet(self, finding: Finding) -> None:
         """Acts on a finding: counts it, and warns or raises as asked."""
-        self._reasons[finding.reason] += 1
-        self._messages.setdefault(finding.reason, str(finding))
+        self._count(finding)
         if finding.reason.is_harmless or self._on_native == "ignore":
             return
         if self._on_native == "error":
@@ -380,14 +417,23 @@ class ReplayStrategy(SingleDeviceStrategy):
             self._warned.add(finding.reason)
             warn(finding)
 
+    def _count(self, finding: Finding) -> None:
+        """Counts a finding that nobody needs to hear of while training."""
+        self._reasons[finding.reason] += 1
+        self._messages.setdefault(finding.reason, str(finding))
+
     def _expecting_references(self, owner: object) -> AbstractContextManager[None]:
         """Lets a recording of the gradient norm refer to gradient buffers."""
-        return nullcontext() if self._runner is None else self._runner.expecting_references(owner)
+        stack = ExitStack()
+        for runner in self._runners():
+            stack.enter_context(runner.expecting_references(owner))
+        return stack
 
     def _meet_norm(self, finding: Finding) -> None:
         """Acts on a finding for which clipping stays native: no step is native for it, so it is no error."""
         self._messages.setdefault(finding.reason, str(finding))
-        if self._on_native != "ignore" and finding.reason is not Reason.NORM_VALUE:
+        quiet = finding.reason.is_harmless or finding.reason is Reason.NORM_VALUE
+        if self._on_native != "ignore" and not quiet:
             self._warn_once(finding)
 
     # -- for the user --------------------------------------------------------------------------------------------
@@ -408,7 +454,7 @@ class ReplayStrategy(SingleDeviceStrategy):
     @property
     def recordings(self) -> tuple[RecordingStats, ...]:
         """What is known of every recording, those of earlier fits included."""
-        return (*self._recordings, *(self._runner.recordings if self._runner is not None else ()))
+        return (*self._recordings, *chain.from_iterable(runner.recordings for runner in self._runners()))
 
     def invalidate(self, reason: str) -> None:
         """Drops all recordings. They are made again once their signatures have been seen `warmup_steps` times.
@@ -417,8 +463,8 @@ class ReplayStrategy(SingleDeviceStrategy):
             reason: Why, in words, for the report.
         """
         finding = Finding(Reason.INVALIDATED, "ReplayStrategy.invalidate", "", reason)
-        if self._runner is not None:
-            self._runner.invalidate(finding)
+        for runner in self._runners():
+            runner.invalidate(finding)
         self._meet(finding)
 
     def audit(self) -> None:
@@ -427,12 +473,12 @@ class ReplayStrategy(SingleDeviceStrategy):
         Audits also happen by themselves, ever more rarely. One that finds a difference (a global, a closure or another
         object that changed a number under a recording) retires the recording and reports the steps concerned.
         """
-        if self._runner is not None:
-            self._runner.request_audit()
+        for runner in self._runners():
+            runner.request_audit()
 
     def report(self) -> ReplayReport:
         """Returns the record of all training steps since this object was made."""
-        runner = self._runner
+        passes = [runner.gradients for runner in self._runners()]
         clipper = self._clipper
         return ReplayReport(
             steps_total=self._steps_total,
@@ -443,10 +489,10 @@ class ReplayStrategy(SingleDeviceStrategy):
             norm_replays=0 if clipper is None else clipper.replays,
             norm_copied=0 if clipper is None else clipper.copied,
             norm_native={} if clipper is None else dict(clipper.native),
-            gradients_published=self._published + (runner.gradients.published if runner is not None else 0),
-            gradients_added=self._added + (runner.gradients.added if runner is not None else 0),
-            gradients_copied=self._copied + (runner.gradients.copied if runner is not None else 0),
-            messages=dict(self._messages),
+            gradients_published=self._published + sum(done.published for done in passes),
+            gradients_added=self._added + sum(done.added for done in passes),
+            gradients_copied=self._copied + sum(done.copied for done in passes),
+            messages=self._messages | ({} if clipper is None else clipper.messages),
         )
 
     def _reset_counts(self) -> None:

@@ -20,7 +20,10 @@ WHERE = "Precision.clip_grad_by_norm"
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
+_TYPES = {Tensor, torch.nn.Parameter}
+
 Layout = tuple[Any, ...]
+Place = tuple[int, ...]
 
 
 def find_unsupported(gradients: Sequence[Tensor]) -> Finding | None:
@@ -69,15 +72,26 @@ def layouts_of(gradients: Sequence[Tensor]) -> list[Layout]:
     return list(zip([g.shape for g in gradients], strides, [g.dtype for g in gradients], strict=True))
 
 
-def addresses_of(gradients: Sequence[Tensor]) -> list[int]:
-    """Returns where each gradient lies."""
-    return list(map(Tensor.data_ptr, gradients))
+def describe_layout(layout: Layout) -> str:
+    """Describes one of `layouts_of`."""
+    shape, stride, dtype = layout
+    return f"{tuple(shape)} with strides {stride} of {dtype}"
+
+
+def place_of(gradients: Sequence[Tensor]) -> Place:
+    """Returns where each gradient lies; nothing if one of them is no ordinary tensor with an address."""
+    if not set(map(type, gradients)) <= _TYPES:
+        return ()
+    try:
+        return tuple(map(Tensor.data_ptr, gradients))
+    except RuntimeError:  # sparse
+        return ()
 
 
 def are_same(references: Sequence["weakref.ref[Tensor]"], gradients: Sequence[Tensor]) -> bool:
     """Tells whether gradients are the very tensors that were seen before."""
-    if len(references) != len(gradients):
-        return False
+    if len(references) != len(gradients) or (references and references[0]() is not gradients[0]):
+        return False  # new ones differ from the first on
     return all(map(operator.is_, [reference() for reference in references], gradients))
 
 

@@ -70,9 +70,18 @@ class ModuleState:
         name: Dotted path of the root.
         root: The module.
         every_attribute: Compare also attributes that no forward pass of the tree reads.
+        entry: A function of the root that runs in place of its forward.
+        ignored: Names of attributes that are not compared.
     """
 
-    def __init__(self, name: str, root: Module, every_attribute: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        root: Module,
+        every_attribute: bool = False,
+        entry: FunctionType | None = None,
+        ignored: frozenset[str] = frozenset(),
+    ) -> None:
         self.name = name
         self.root = root
         self._named = [(join(name, path), module) for path, module in root.named_modules()]
@@ -82,7 +91,8 @@ class ModuleState:
         self._members = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
         self._member_names = [tuple(d) for d in self._members]
         self._member_values = list(chain.from_iterable(d.values() for d in self._members))
-        reads = find_reads(set(self._classes), *_held_code(self._modules))
+        self._left_out = _TORCH_OWN | ignored
+        reads = find_reads(set(self._classes), *_held_code(self._modules), entry=(type(root), entry))
         self._reads = None if every_attribute else reads.names
         self._variables = reads.variables
         self._dicts = [module.__dict__ for module in self._modules]
@@ -110,7 +120,7 @@ class ModuleState:
         return {
             k: v
             for k, v in module.__dict__.items()
-            if k not in _TORCH_OWN and (not is_interposed(v) if k == "forward" else reads is None or k in reads)
+            if k not in self._left_out and (not is_interposed(v) if k == "forward" else reads is None or k in reads)
         }
 
     def named(self) -> list[tuple[str, Module]]:
@@ -312,10 +322,11 @@ class AttributeWatch:
     Args:
         name: Dotted path of the root.
         root: The module, before the run.
+        ignored: Names of attributes that the run may set.
     """
 
-    def __init__(self, name: str, root: Module) -> None:
-        self._state = ModuleState(name, root, every_attribute=True)
+    def __init__(self, name: str, root: Module, ignored: frozenset[str] = frozenset()) -> None:
+        self._state = ModuleState(name, root, every_attribute=True, ignored=ignored)
         self._flags = self._state.flags()
         self._versions = [parameter._version for parameter in self._state.parameters.values()]
         self._saved = [(module.__dict__, dict(module.__dict__)) for module in root.modules()]

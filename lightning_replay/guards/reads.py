@@ -15,7 +15,10 @@ from typing import Any
 from torch.nn import Module
 
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "eval", "exec", "hasattr", "attrgetter", "__getattribute__"})
-_LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_replay", "numpy", "math", "builtins"})
+_LIBRARIES = frozenset(
+    {"torch", "torchmetrics", "numpy", "math", "builtins"}
+    | {"lightning", "lightning_fabric", "lightning_replay", "lightning_utilities", "pytorch_lightning"}
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,12 @@ class Reads:
 _Variables = dict[Any, tuple[str, Callable[[], Any]]]
 
 
-def find_reads(classes: Iterable[type], types: Iterable[type] = (), functions: Iterable[FunctionType] = ()) -> Reads:
+def find_reads(
+    classes: Iterable[type],
+    types: Iterable[type] = (),
+    functions: Iterable[FunctionType] = (),
+    entry: tuple[type, FunctionType | None] = (Module, None),
+) -> Reads:
     """Returns what the forward passes of these module classes may read.
 
     Methods and properties reachable by name from a forward pass, and Python functions it refers to by a global name,
@@ -45,11 +53,13 @@ def find_reads(classes: Iterable[type], types: Iterable[type] = (), functions: I
         classes: The classes of the modules.
         types: Classes of objects that the modules hold; their methods may be called.
         functions: Functions that the modules hold.
+        entry: A class, and a function of it that runs too.
     """
     names: set[str] | None = set()
     variables: _Variables = {}
     others = tuple(sorted(set(types), key=id))
     starts = [(cls, None) for cls in classes] + [(Module, function) for function in functions]
+    starts += [entry] if entry[1] is not None else []
     for cls, function in starts:
         found, more = _reads_of(cls, function, others)
         names = None if names is None or found is None else names | found

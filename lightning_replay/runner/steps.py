@@ -20,6 +20,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_replay.dispatch import Action, Decision, Dispatcher, Region
+from lightning_replay.effects import EffectWatch
 from lightning_replay.engine import tree
 from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.interposition import interposed
@@ -35,6 +37,7 @@ from lightning_replay.engine.recording import Call, check_outputs, sequence_numb
 from lightning_replay.engine.snapshot import Snapshot
 from lightning_replay.errors import CaptureError
 from lightning_replay.guards.module import AttributeWatch, join
+from lightning_replay.guards.parameters import line_that_sets
 from lightning_replay.inspection import Tracer
 from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import RecordingStats
@@ -61,6 +64,7 @@ SPLITTING = frozenset(
         Reason.HOST_SYNC,
         Reason.HOST_TENSOR,
         Reason.HOST_RANDOM,
+        Reason.HOST_EFFECT,
         Reason.PYTHON_VALUE,
         Reason.SHARED_PARAMETER,
     }
@@ -184,6 +188,29 @@ class Runner:
         with interposed(wrappers):
             return step()
 
+    def run_call(
+        self, region: Region, args: tuple[Any, ...], counts: bool, otherwise: Callable[[], Any]
+    ) -> tuple[bool, Any]:
+        """Runs a step that is one call of a region.
+
+        Args:
+            region: The region.
+            args: The arguments of the call.
+            counts: Whether the call counts towards a new recording.
+            otherwise: Runs the step if the call is not to be recorded.
+
+        Returns:
+            Whether the region was called, and what it or `otherwise` returned.
+        """
+        self._begin_step(counts)
+        decision = self._dispatcher.decide(region, args, {}, counts)
+        self._step[decision.action] += 1
+        if decision.finding is not None:
+            self._on_finding(decision.finding)
+        if decision.action is Action.NATIVE:
+            return False, otherwise()
+        return True, self._act(region, decision, args, {})
+
     def _find_replaced_region(self) -> Finding | None:
         """Finds a discovered region whose place in the tree another module has taken."""
         if self._root is None:
@@ -245,6 +272,10 @@ class Runner:
         self._step[decision.action] += 1
         if decision.finding is not None:
             self._on_finding(decision.finding)
+        return self._act(region, decision, args, kwargs)
+
+    def _act(self, region: Region, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Does what was decided for a call."""
         if decision.action is Action.REPLAY:
             return self._replay(region, decision, args, kwargs)
         if decision.action is Action.NATIVE:
@@ -273,11 +304,11 @@ class Runner:
         assert decision.slot is not None
         engaged = decision.slot.engaged[decision.key]
         self._dispatcher.audit_requested.discard(region)
-        watch = AttributeWatch(region.name, region.module)
-        with Tracer(region.name, engaged.trace) as tracer:
+        watch = AttributeWatch(region.members, region.module, region.ignored)
+        with Tracer(region.name, engaged.trace) as tracer, EffectWatch(self._backend.device) as effects:
             result = self._run_natively(region, args, kwargs)
         tracer.end_forward()
-        difference = watch.difference() or tracer.difference
+        difference = watch.difference() or tracer.difference or effects.finding
         step = self._dispatcher.step
         if difference is None:
             engaged.audited(step)
@@ -301,19 +332,24 @@ class Runner:
         recording = decision.action is Action.RECORD
         call = Call(
             name=region.name,
-            run=region.run,
+            run=region.again or region.run,
             structure=decision.arguments.structure,
             inputs=[clone_exactly(t) for t in tensors] if recording else [],
             paths=decision.arguments.paths,
             differentiable=[t.requires_grad for t in tensors],
             modes=decision.modes,
         )
-        watch = AttributeWatch(region.name, region.module)
+        watch = AttributeWatch(region.members, region.module, region.ignored)
         versions = [t._version for t in tensors]
         before = Snapshot(self._backend, state.buffers if recording else {})
         traced = decision.trace and not is_compiled(region.module)
         first_number = sequence_number()
-        with Tracer(region.name) if traced else contextlib.nullcontext() as tracer:
+        # Libraries say things once, at a first call: what counts is whether a call does so that will be recorded.
+        effects = EffectWatch(self._backend.device)
+        with (
+            Tracer(region.name) if traced else contextlib.nullcontext() as tracer,
+            effects if decision.trace or recording else contextlib.nullcontext(),
+        ):
             result = self._run_natively(region, args, kwargs)
         numbers = range(first_number, sequence_number())
         if region.refusal is not None:  # its own code did something that refuses it, such as logging
@@ -321,9 +357,17 @@ class Runner:
         if tracer is not None:
             decision.slot.traces[decision.key] = tracer.trace
         after = Snapshot(self._backend, state.buffers if recording else {})
-        finding = watch.difference()
+        finding = effects.finding
+        if (changed := watch.difference()) is not None:
+            line = line_that_sets(region.module, region.members, changed.where)
+            finding = changed if line is None else replace(changed, actual=f"{changed.actual}, at {line}")
         if (drawn := after.host_random.moved_since(before.host_random)) is not None:
-            finding = Finding(Reason.HOST_RANDOM, region.name, f"random numbers drawn on {self._backend.device}", drawn)
+            finding = Finding(
+                Reason.HOST_RANDOM,
+                effects.random_line or region.name,
+                f"random numbers drawn on {self._backend.device}",
+                drawn,
+            )
         for path, tensor, version in zip(call.paths, tensors, versions, strict=True):
             if tensor._version != version:
                 finding = Finding(Reason.INPUT_WRITTEN, path, "arguments that are only read", "written in place")

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Notice what code does on the host beside computing: printing, files, clocks, random numbers, tensors read as numbers.
+
+Neither a dispatch mode nor a comparison of attributes can see that. Python itself can: it tells a profile function of
+every call of a C function, and there is no other way to a clock or to a terminal.
+"""
+
+import datetime
+import io
+import os
+import random
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_replay.reasons import Finding, Reason
+
+_EFFECTS = frozenset(
+    {print, input, open, os.urandom, os.read, os.write}
+    | {time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns}
+    | {time.process_time, time.process_time_ns, time.localtime, time.gmtime, time.strftime, time.sleep}
+)
+_TODAY = frozenset({"now", "utcnow", "today"})
+_STREAM = frozenset({"write", "writelines", "read", "readline", "readlines"})
+_NUMBERS = frozenset({"numpy", "tolist"})
+_TRUSTED = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_replay", "numpy"})
+"""Libraries whose own clocks and messages change nothing that a step computes."""
+
+
+class EffectWatch:
+    """Watches one run of a region for effects on the host.
+
+    Attributes:
+        finding: The first effect.
+        random_line: Where Python's random numbers were first drawn.
+
+    Args:
+        device: The device of the recordings. On another device than the CPU a tensor cannot be read as numbers without
+            an operation that the inspection sees.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._reads_numbers = device.type == "cpu"
+        self._before: Any = None
+        self.finding: Finding | None = None
+        self.random_line: str | None = None
+
+    def __enter__(self) -> "EffectWatch":
+        # A Python profiler at work keeps its place: it would miss calls otherwise.
+        if sys.getprofile() is None:
+            sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if sys.getprofile() == self._note:
+            sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, function: Any) -> None:
+        if event != "c_call" or self.finding is not None:
+            return
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, random.Random):
+            self.random_line = self.random_line or user_line(frame)
+        elif isinstance(owner, Tensor):
+            if self._reads_numbers and function.__name__ in _NUMBERS and (line := user_line(frame)) is not None:
+                expected = "work that the device can do alone"
+                self.finding = Finding(Reason.HOST_SYNC, line, expected, f"Tensor.{function.__name__}()")
+        elif _is_effect(function, owner) and not _is_trusted(frame):
+            line = user_line(frame) or function.__name__
+            self.finding = Finding(Reason.HOST_EFFECT, line, "no effect but the results", f"{function.__name__}()")
+
+
+def _is_effect(function: Any, owner: Any) -> bool:
+    if isinstance(owner, type):
+        return function.__name__ in _TODAY and issubclass(owner, datetime.date)
+    if isinstance(owner, io.IOBase):
+        return function.__name__ in _STREAM
+    return getattr(function, "__hash__", None) is not None and function in _EFFECTS
+
+
+def _is_trusted(frame: FrameType | None) -> bool:
+    """Tells whether the innermost frame outside of the standard library belongs to a trusted library."""
+    while frame is not None and _library(frame) in sys.stdlib_module_names:
+        frame = frame.f_back
+    return frame is not None and _library(frame) in _TRUSTED
+
+
+def user_line(frame: FrameType | None = None) -> str | None:
+    """Returns file and line of the innermost frame of the user's own code, or None.
+
+    Args:
+        frame: Where to begin; by default the caller.
+    """
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        if _library(frame) not in _TRUSTED and _library(frame) not in sys.stdlib_module_names:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
+
+
+def _library(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).split(".")[0]

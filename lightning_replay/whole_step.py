@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""`training_step` as one region.
+
+Note [a step as a region]
+    The region's arguments are the batch, its results what `training_step` returned and the values it logged. Its run
+    enters the precision plugin's context, so autocast lies inside of the recording. Of what else a step can reach:
+
+    the module        is guarded, as any region's module is
+    the batch's index must not be used (decided from the code)
+    the Trainer       is replaced by a stand-in that notices reads, while a step is observed
+    self.log          is learnt while a step is observed, part of the trace, and done again on each replay with the
+                      values of the replay
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_replay.dispatch import Region
+from lightning_replay.effects import user_line
+from lightning_replay.engine.interposition import Shadowed
+from lightning_replay.guards.parameters import find_use
+from lightning_replay.errors import CaptureError
+from lightning_replay.inspection import handing_out
+from lightning_replay.reasons import Finding, Reason
+from lightning_replay.runner import Runner
+from lightning_replay.runner.modules import is_compiled
+
+NAME = "training_step"
+
+_OWN = frozenset({"_trainer", "_fabric", "_current_fx_name", "_metric_attributes"})
+"""Attributes by which Lightning connects a module to the Trainer and to its log."""
+
+_FIXED = frozenset(
+    {"global_rank", "local_rank", "node_rank", "world_size", "num_devices", "num_nodes", "is_global_zero"}
+)
+"""What a Trainer never changes during a fit."""
+
+
+class WholeStep:
+    """Runs training steps as one region.
+
+    Args:
+        module: The LightningModule.
+        runner: Records and replays.
+        native: The strategy's own training step: takes the arguments of `training_step`.
+        on_finding: Called when a step cannot be recorded as a whole.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        runner: Runner,
+        native: Callable[..., Any],
+        on_finding: Callable[[Finding], None],
+    ) -> None:
+        self._module = module
+        self._runner = runner
+        self._native = native
+        self._on_finding = on_finding
+        self._modules = [child for child in module.modules() if isinstance(child, LightningModule)]
+        self._log_calls: list[tuple[LightningModule, str, tuple[Any, ...], dict[str, Any]]] = []
+        self._others: tuple[Any, ...] = ()
+        self._ran = False
+        self._live = True
+        self.region = Region(
+            NAME,
+            module,
+            partial(self._run, True),
+            path="",
+            entry=_plain_function(module),
+            again=partial(self._run, False),
+            ignored=_OWN,
+        )
+        runner.regions.append(self.region)
+        self._reason = self._find_reason()
+
+    def _find_reason(self) -> Finding | None:
+        """Finds what can be told before any step."""
+        function = _plain_function(self._module)
+        if function is None:
+            actual = f"{type(self._module).training_step!r}, or one set on the object"
+            return Finding(Reason.REPLACED_FORWARD, NAME, "a method of the class", actual)
+        if (line := find_use(type(self._module), function, 2)) is not None:
+            return Finding(Reason.BATCH_INDEX, line, "a step that depends on its batch alone", "its index is used")
+        if is_compiled(self._module):
+            return Finding(Reason.COMPILED_MODULE, NAME, "operations that can be watched", "a compiled module")
+        return None
+
+    def run_step(self, args: tuple[Any, ...], counts: bool, otherwise: Callable[[], Any]) -> tuple[bool, Any]:
+        """Runs a training step.
+
+        Args:
+            args: The arguments of `training_step`: the batch, then its index where the method takes one.
+            counts: Whether the step counts towards a new recording.
+            otherwise: Runs the step if it is not to be recorded as a whole.
+
+        Returns:
+            Whether the step ran as a whole, and what `training_step` returned.
+        """
+        if self._reason is not None:
+            self._on_finding(self._reason)
+            return False, otherwise()
+        batch, self._others = args[:1], args[1:]
+        self._ran = False
+        whole, outcome = self._runner.run_call(self.region, batch, counts, otherwise)
+        if not whole:
+            return False, outcome
+        result, logged = outcome
+        if not self._ran:
+            for position, value in logged:
+                module, name, others, options = self._log_calls[position]
+                module.log(name, value, *others, **options)
+        return True, result
+
+    def _run(self, live: bool, batch: Any) -> tuple[Any, list[tuple[int, Any]]]:
+        """Runs the step natively, watched.
+
+        Args:
+            live: Whether what it logs is logged. A run for a recording must leave no trace.
+            batch: The batch.
+
+        Returns:
+            What it returned, and for each call of `self.log` its number and value.
+        """
+        self._live = live
+        self._ran = live or self._ran
+        logged: list[tuple[int, Any]] = []
+        with contextlib.ExitStack() as stack:
+            for module in self._modules:
+                stack.enter_context(Shadowed(module, "log", partial(self._log, module, module.log, live, logged)))
+                if module._trainer is not None:
+                    stand_in = WatchedTrainer(module._trainer, self._note_read)
+                    stack.enter_context(Shadowed(module, "_trainer", stand_in))
+            result = self._native(batch, *self._others)
+        return result, logged
+
+    def _log(
+        self,
+        module: LightningModule,
+        log: Callable[..., None],
+        live: bool,
+        logged: list[tuple[int, Any]],
+        name: str,
+        value: Any,
+        *others: Any,
+        **options: Any,
+    ) -> None:
+        if options.get("enable_graph") or any(isinstance(given, Tensor) for given in (*others, *options.values())):
+            self._refuse(Finding(Reason.LOGGED_VALUE, f"self.log({name!r})", "plain arguments", f"{options}"))
+        with handing_out(f"self.log({name!r})", value, *others, *options.values()), _with_real_trainer(module):
+            if live:
+                log(name, value, *others, **options)
+        call = (module, name, others, options)
+        if call not in self._log_calls:
+            self._log_calls.append(call)
+        # Lightning keeps a copy too. Without one, a loss and the same loss detached would be two results in one memory.
+        kept = value.detach().clone() if isinstance(value, Tensor) else value
+        logged.append((self._log_calls.index(call), kept))
+
+    def _note_read(self, attribute: str) -> None:
+        if attribute not in _FIXED:
+            where = f"self.trainer.{attribute}"
+            expected = "a step that depends on its batch and its modules"
+            self._refuse(Finding(Reason.TRAINER_READ, where, expected, f"used at {user_line()}"))
+
+    def _refuse(self, finding: Finding) -> None:
+        if not self._live:
+            raise CaptureError(finding)
+        if self.region.refusal is None:
+            self._runner.refuse(self.region, finding)
+
+
+class WatchedTrainer:
+    """Stands for a Trainer and tells which of its attributes are read or set."""
+
+    __slots__ = ("_note", "_trainer")
+
+    def __init__(self, trainer: Any, note: Callable[[str], None]) -> None:
+        object.__setattr__(self, "_trainer", trainer)
+        object.__setattr__(self, "_note", note)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._trainer)
+
+    def __getattr__(self, name: str) -> Any:
+        self._note(name)
+        return getattr(self._trainer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._note(name)
+        setattr(self._trainer, name, value)
+
+
+@contextlib.contextmanager
+def _with_real_trainer(module: LightningModule) -> Iterator[None]:
+    """Lets Lightning itself see its Trainer."""
+    attributes: Mapping[str, Any] = module.__dict__
+    stand_in = attributes["_trainer"]
+    trainer = object.__getattribute__(stand_in, "_trainer") if type(stand_in) is WatchedTrainer else stand_in
+    with Shadowed(module, "_trainer", trainer):
+        yield
+
+
+def _plain_function(module: LightningModule) -> FunctionType | None:
+    """Returns the function behind `training_step`, if it is a plain method of the module's class."""
+    function = getattr(module.training_step, "__func__", None)
+    own = "training_step" in module.__dict__
+    return function if isinstance(function, FunctionType) and not own else None
