@@ -2,28 +2,36 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """Watch one run of a region, below autograd, for what a recording cannot hold."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from lightning_replay.engine.operations import host_access, user_line, written_tensors
+from lightning_replay.engine.host import HostConstants, HostValues, LiftingMode, host_values
+from lightning_replay.engine.layout import is_plain
+from lightning_replay.engine.operations import crossing, host_access, user_line, written_tensors
 from lightning_replay.errors import CaptureError
 from lightning_replay.reasons import Finding, Reason
 
 Trace = list[tuple[Any, ...]]
-"""The operations of a forward pass with their non-tensor arguments."""
+"""The operations of a forward pass with their non-tensor arguments, and the values that come from the host."""
 
 
-class Tracer(TorchDispatchMode):
+_LIFT = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor(...)` does with the memory that it has filled."""
+
+
+class Tracer(LiftingMode):
     """Writes down the operations of a forward pass, or compares them with those of an earlier one.
 
     Attributes:
         trace: The operations so far.
         difference: The first deviation from the expected trace.
+        listening: Whether operations belong to the trace.
 
     Args:
         name: Dotted path of the region.
@@ -34,7 +42,7 @@ class Tracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
         self._expected = expected
-        self._listening = True
+        self.listening = True
         self.trace: Trace = []
         self.difference: Finding | None = None
 
@@ -44,23 +52,32 @@ class Tracer(TorchDispatchMode):
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Adds an operation."""
-        if not self._listening:
+        if not self.listening:
             return
-        entry = (func, *(_frozen(leaf) for leaf in tree_leaves((args, kwargs))))
+        host = crossing(func, args, kwargs) or (args if func is _LIFT else ())
+        values = {id(tensor): host_values(tensor) for tensor in host}
+        self._add((func, *(values.get(id(leaf)) or _frozen(leaf) for leaf in tree_leaves((args, kwargs)))))
+
+    def note_values(self, name: str, values: tuple[Any, ...]) -> None:
+        """Adds plain values; of a tensor only that it is one."""
+        self._add((name, *map(_frozen, values)))
+
+    def _add(self, entry: tuple[Any, ...]) -> None:
         if self._expected is not None and self.difference is None:
             position = len(self.trace)
             earlier = self._expected[position] if position < len(self._expected) else None
             if entry != earlier:
-                self.difference = Finding(Reason.PYTHON_VALUE, user_line(), _show(earlier), _show(entry))
+                reason = Reason.HOST_TENSOR if _differ_in_host_values(earlier, entry) else Reason.PYTHON_VALUE
+                self.difference = Finding(reason, user_line(), _show(earlier), _show(entry))
         self.trace.append(entry)
 
     def begin_forward(self) -> None:
         """Starts listening, if it is not listening from the beginning."""
-        self._listening = True
+        self.listening = True
 
     def end_forward(self) -> None:
         """Stops listening: what follows is the backward pass."""
-        self._listening = False
+        self.listening = False
         if self._expected is not None and self.difference is None and len(self.trace) != len(self._expected):
             actual = f"{len(self.trace)}"
             self.difference = Finding(Reason.PYTHON_VALUE, self._name, f"{len(self._expected)} operations", actual)
@@ -71,7 +88,8 @@ class Inspector(Tracer):
 
     Attributes:
         foreign: Tensors used that are neither arguments, members of the region, nor made in it. Their addresses are
-            frozen into a recording, so it must keep them alive.
+            frozen into a recording, so it must keep them alive. The constants are among them.
+        constants: Device constants in place of host tensors that the region makes.
 
     Args:
         name: Dotted path of the region.
@@ -101,9 +119,15 @@ class Inspector(Tracer):
         self._parameters = {_address(tensor) for tensor in parameters if tensor.numel()}
         self._known = self._inputs | self._parameters | {_address(tensor) for tensor in buffers}
         self.foreign: list[Tensor] = []
+        self.constants = HostConstants(device)
+        self._made_on_host: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (finding := self._check_host(func, args, kwargs)) is not None:
+            raise CaptureError(finding)
+        given = (args, kwargs)
+        args, kwargs = self.constants.replaced(func, args, kwargs, make=True)
         finding = (
             host_access(func, args, kwargs, self._device)
             or self._check_writes(func, args, kwargs)
@@ -111,9 +135,10 @@ class Inspector(Tracer):
         )
         if finding is not None:
             raise CaptureError(finding)
-        self.note(func, args, kwargs)
+        self.note(func, *given)
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.numel() and _address(leaf) not in self._known:
+            strange = isinstance(leaf, Tensor) and leaf.numel() and _address(leaf) not in self._known
+            if strange and leaf.device.type == self._device.type:
                 self._known.add(_address(leaf))
                 self.foreign.append(leaf.detach())
         result = func(*args, **kwargs)
@@ -121,17 +146,50 @@ class Inspector(Tracer):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.numel():
                 self._known.add(_address(leaf))  # a foreign tensor is alive all the time and cannot take this address
+        self._keep_host(func, args, kwargs, result)
         return result
 
     def begin(self) -> None:
         """Reads the generator where the run begins, before the forward pass."""
-        self._listening = False
+        self.listening = False
         self._random = self._random_state()
 
     def _check_generator(self) -> Finding | None:
         if torch.equal(self._random, self._random_state()):
             return None
         return Finding(Reason.HOST_RANDOM, user_line(), "random state moved by operations only", "it was set in Python")
+
+    def _check_host(self, func: Any, args: Any, kwargs: Any) -> Finding | None:
+        """Finds a host tensor that the next step may find with other values, or that a replay would not change."""
+        if self._device.type == "cpu":
+            return None
+        tensors = crossing(func, args, kwargs)
+        written = [tensor for tensor in written_tensors(func, args, kwargs) if tensor.device.type == "cpu"]
+        if tensors and written:
+            return Finding(Reason.HOST_SYNC, user_line(), f"tensors that stay on {self._device}", f"{func} to the CPU")
+        expected = f"tensors on {self._device}, or made in the call from constants"
+        if not all(map(self._is_made_on_host, (*tensors, *written))):
+            actual = f"{func} with a CPU tensor that was there before, or is no plain one"
+            return Finding(Reason.HOST_TENSOR, user_line(), expected, actual)
+        if tensors and self._expected is None:
+            return Finding(Reason.HOST_TENSOR, user_line(), expected, f"{func} with a CPU tensor seen only once")
+        return None
+
+    def _is_made_on_host(self, tensor: Tensor) -> bool:
+        return is_plain(tensor) and (not tensor.numel() or _address(tensor) in self._made_on_host)
+
+    def _keep_host(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Keeps the host tensors that are made from nothing but Python values and others of their kind."""
+        if self._device.type == "cpu":
+            return
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        constant = func is _LIFT or all(t.device.type == "cpu" and self._is_made_on_host(t) for t in given)
+        for leaf in (*tree_leaves(result), *written_tensors(func, args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.numel():
+                if constant:
+                    self._made_on_host[_address(leaf)] = leaf.untyped_storage()  # so that its address is not reused
+                else:
+                    self._made_on_host.pop(_address(leaf), None)
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any) -> Finding | None:
         if not func._schema.is_mutable:
@@ -142,6 +200,25 @@ class Inspector(Tracer):
             if _address(tensor) in self._parameters:
                 return Finding(Reason.PARAMETER_WRITTEN, user_line(), "parameters that are only read", str(func))
         return None
+
+
+@contextlib.contextmanager
+def handing_out(name: str, *values: Any) -> Iterator[None]:
+    """Surrounds a call by which a region hands values to someone else whose work is not part of it.
+
+    Args:
+        name: What is called, for messages.
+        *values: What it is given: belongs to the trace of the run, if one is written.
+    """
+    tracers = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Tracer) and mode.listening]
+    for tracer in tracers:
+        tracer.note_values(name, values)
+        tracer.listening = False
+    try:
+        yield
+    finally:
+        for tracer in tracers:
+            tracer.listening = True
 
 
 def _address(tensor: Tensor) -> int:
@@ -157,9 +234,22 @@ def _frozen(leaf: Any) -> Any:
     return (float, leaf.hex()) if isinstance(leaf, float) else (type(leaf), leaf)
 
 
+def _differ_in_host_values(left: tuple[Any, ...] | None, right: tuple[Any, ...]) -> bool:
+    """Tells whether two operations differ in nothing but the values of host tensors."""
+    if left is None or len(left) != len(right):
+        return False
+    pairs = zip(left, right, strict=True)
+    return all(a == b or (isinstance(a, HostValues) and isinstance(b, HostValues)) for a, b in pairs)
+
+
 def _show(entry: tuple[Any, ...] | None) -> str:
     if entry is None:
         return "no further operation"
-    values = [leaf for leaf in entry[1:] if leaf is not Tensor]
-    plain = [float.fromhex(value) if kind is float else value for kind, value in values]
-    return f"{entry[0]} with {plain}"
+    return f"{entry[0]} with [{', '.join(_show_value(leaf) for leaf in entry[1:] if leaf is not Tensor)}]"
+
+
+def _show_value(leaf: Any) -> str:
+    if isinstance(leaf, HostValues):
+        return str(leaf)
+    kind, value = leaf
+    return repr(float.fromhex(value) if kind is float else value)

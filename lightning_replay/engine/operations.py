@@ -19,6 +19,8 @@ from lightning_replay.reasons import Finding, Reason
 
 _ALLOCATIONS = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 _INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+COPYING = frozenset({"_to_copy", "copy_", "where"}) | _INDEXING
+"""Operations that copy host tensors among their arguments to the device, whatever their shape."""
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _TORCH_MODULES = str(Path(torch.nn.__file__).resolve().parent)
@@ -63,18 +65,34 @@ def host_access(
         return Finding(Reason.HOST_SYNC, user_line(), "work that the device can do alone", name)
     if device.type == "cpu":
         return None
-    # Fused attention keeps seed and offset of its dropout on the host natively, and on the device under capture.
-    seeds = "attention" in name
-    on_host = [t for t in tensors if t.device.type == "cpu" and not (seeds and t.dim() == 0 and t.dtype is torch.int64)]
+    on_host = [tensor for tensor in tensors if tensor.device.type == "cpu" and not _is_seed(func, tensor)]
     target = kwargs.get("device")
     to_host = target is not None and torch.device(target).type == "cpu"
     if torch.Tag.nondeterministic_seeded in func.tags and (on_host or (not tensors and (to_host or target is None))):
         return Finding(Reason.HOST_RANDOM, user_line(), f"random numbers drawn on {device}", f"{name} on the CPU")
-    if on_host and (len(on_host) < len(tensors) or (target is not None and not to_host)):
+    if any(tensor.dim() or func.overloadpacket.__name__ in COPYING for tensor in crossing(func, args, kwargs)):
         return Finding(Reason.HOST_TENSOR, user_line(), f"tensors on {device}", f"{name} with a CPU tensor")
     if to_host and len(on_host) < len(tensors):
         return Finding(Reason.HOST_SYNC, user_line(), f"tensors that stay on {device}", f"{name} to the CPU")
     return None
+
+
+def crossing(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns the host tensors among the arguments of an operation on another device.
+
+    One without dimensions may be a number to the operation; the others, and all those of `COPYING`, are copied.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    target = kwargs.get("device")
+    on_device = target is not None and torch.device(target).type != "cpu"
+    if not on_device and all(tensor.device.type == "cpu" for tensor in tensors):
+        return []
+    return [tensor for tensor in tensors if tensor.device.type == "cpu" and not _is_seed(func, tensor)]
+
+
+def _is_seed(func: OpOverload, tensor: Tensor) -> bool:
+    """Fused attention keeps seed and offset of its dropout on the host natively, and on the device under capture."""
+    return "attention" in func.overloadpacket.__name__ and tensor.dim() == 0 and tensor.dtype is torch.int64
 
 
 def _waits_for_device(func: OpOverload, args: tuple[Any, ...]) -> bool:

@@ -9,6 +9,7 @@ Note [memory of a recording]
     out as fresh copies, and gradients are published into buffers outside of the pool (gradients.py).
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -353,13 +354,20 @@ class Recorder:
                     roots.append(following)
         return frozenset(positions[leaf] for leaf, count in edges.items() if count > 1 and leaf in positions)
 
-    def record(self, reference: Reference, written: dict[str, Tensor], draws: bool) -> Recording:
+    def record(
+        self,
+        reference: Reference,
+        written: dict[str, Tensor],
+        draws: bool,
+        constants: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008
+    ) -> Recording:
         """Captures forward and backward. State moved meanwhile is for the caller to put back.
 
         Args:
             reference: The native run of the same call.
             written: Buffers that the forward pass writes, by name.
             draws: Whether the call draws from the device's generator.
+            constants: Surrounds what is captured: puts device constants in the place of host tensors.
 
         Raises:
             CaptureError: If the call cannot be recorded.
@@ -371,7 +379,12 @@ class Recorder:
         def forward() -> Result:
             with torch.no_grad():
                 copy_all([without_expanded(s) for s in shadows], [without_expanded(b) for b in buffers])
-            return take_apart(self._call(leaves), leaves, self._call.name)
+            with constants:
+                return take_apart(self._call(leaves), leaves, self._call.name)
+
+        def backward() -> tuple[list[Tensor | None], list[Tensor | None]]:
+            with constants:
+                return self._differentiate(result, leaves)
 
         forward_graph, result = self._backend.capture(self._pool, forward, overwrites_pool=True)
         if (result.structure, result.slots) != (reference.result.structure, reference.result.slots):
@@ -379,9 +392,7 @@ class Recorder:
         differentiable = [output.requires_grad for output in result.outputs]
         backward_graph, gradients, input_gradients = None, reference.gradients, reference.input_gradients
         if any(gradient is not None for gradient in (*gradients, *input_gradients)):
-            backward_graph, (gradients, input_gradients) = self._backend.capture(
-                self._pool, lambda: self._differentiate(result, leaves)
-            )
+            backward_graph, (gradients, input_gradients) = self._backend.capture(self._pool, backward)
         result.outputs = [output.detach() for output in result.outputs]
         return Recording(
             call=self._call,

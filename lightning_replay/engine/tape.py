@@ -74,6 +74,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if (finding := host_access(func, args, kwargs, self._device)) is not None:
             raise CaptureError(finding)
+        if func is torch.ops.aten.lift_fresh.default:
+            func = torch.ops.aten.clone.default  # torch.tensor(...) is made anew in every replay
         result = func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             # Other sizes and strides on the same memory: nothing to run again, but later operations see the new view.

@@ -5,7 +5,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Maker:
         started = time.perf_counter()
         present = Snapshot(self._backend, region.state.buffers)
         weights = Snapshot(self._backend, region.state.parameters)
-        attributes = AttributeWatch(region.name, region.module)
+        attributes = AttributeWatch(region.members, region.module, region.ignored)
         finding = None
         try:
             engaged = self._record(sample, step)
@@ -112,10 +112,13 @@ class Maker:
             )
             inspects = not is_compiled(region.module)
 
+            def constants() -> contextlib.AbstractContextManager[Any]:
+                return inspector.constants if inspector.constants.needed else contextlib.nullcontext()
+
             def run_native(watch: bool) -> tuple[Reference, Trial]:
                 sample.before.restore()
                 inspector.begin()
-                with inspector if watch and inspects else contextlib.nullcontext():
+                with inspector if watch and inspects else constants():
                     watching = (inspector.begin_forward, inspector.end_forward) if watch else ()
                     reference = recorder.run_reference(*watching)
                 trial = self._trial(
@@ -131,7 +134,7 @@ class Maker:
                 raise CaptureError(Finding(Reason.TOO_SMALL, region.name, f"at least {MIN_OPERATIONS}", actual))
             self._check_sharing(region, call, reference, trainable)
             sample.before.restore()
-            recording = recorder.record(reference, written, sample.after.drew_since(sample.before))
+            recording = recorder.record(reference, written, sample.after.drew_since(sample.before), constants())
             recording.kept_alive.extend(inspector.foreign)
             recording.gradients = spread(recording.gradients, trainable, len(parameters))
             recording.several_uses = frozenset(trainable[i] for i in recording.several_uses)

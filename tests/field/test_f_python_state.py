@@ -7,12 +7,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_replay import Reason
+from lightning_replay import Reason, ReplayStrategy
 from tests.field.conftest import Field
 from tests.parity.harness import CLASSES, FEATURES, STEPS, WARM_UP, Learner, batches, loader, mlp, script
 
@@ -204,7 +205,7 @@ def test_f20_stock_transformers_with_masks(field: Field, net: Any) -> None:
 
 
 class HostScalars(nn.Module):
-    """Multiplies with CPU scalars: a constant of its own, or a buffer that was left on the CPU."""
+    """Multiplies with CPU scalars: a constant of its own, or an attribute that was left on the CPU."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -230,10 +231,134 @@ def test_f21_scalars_on_the_host(field: Field, kind: str) -> None:
     reasons = set(trace.report.reasons)
     if kind == "read":
         assert Reason.HOST_SYNC in reasons
-    elif field.on_gpu:
-        assert "replay" in trace.actions or Reason.HOST_TENSOR in reasons
-    else:  # a CPU tensor is no stranger on the CPU
+    elif kind == "attribute" and field.on_gpu:  # a CPU tensor is no stranger on the CPU
+        assert Reason.HOST_TENSOR in reasons
+    else:
         assert trace.actions == script(8)
+
+
+class HostConstants(nn.Module):
+    """Makes what it needs of constants on the host and takes it to the device, as many published networks do."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.kind = kind
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        device = inputs.device
+        if self.kind == "filled":
+            inputs = inputs + torch.full((FEATURES,), 0.5).to(device)
+        elif self.kind == "positions":
+            positions = torch.arange(FEATURES, dtype=torch.float32)
+            inputs = inputs + (positions / FEATURES).sin().to(device, inputs.dtype)
+        elif self.kind == "slopes":
+            inputs = inputs * torch.tensor([2.0**-i for i in range(FEATURES)], device=device)
+        elif self.kind == "new_tensor":
+            inputs = inputs * inputs.new_tensor(0.5)
+        elif self.kind == "numpy":
+            inputs = inputs + torch.from_numpy(np.linspace(0, 1, FEATURES, dtype=np.float32)).to(device)
+        elif self.kind == "where":
+            inputs = torch.where(inputs > 0, inputs, torch.tensor(-0.5))
+        elif self.kind == "index":
+            inputs = inputs[:, torch.tensor([5, 4, 3, 2, 1, 0])]
+        elif self.kind == "list":
+            inputs = inputs[:, [1, 0, 3, 2, 5, 4]]
+        elif self.kind == "written":
+            mask = torch.tensor([1.0] * FEATURES, device=device)
+            mask[:2] = torch.tensor([0.5, 0.25])
+            inputs = inputs * mask.mul_(2)
+        elif self.kind == "pinned":
+            mask = torch.full((FEATURES,), 0.5)
+            inputs = inputs * (mask.pin_memory() if device.type == "cuda" else mask).to(device, non_blocking=True)
+        elif self.kind == "double":
+            inputs = inputs * torch.tensor(0.1, dtype=torch.float64)
+        return self.net(inputs)
+
+
+KINDS = [
+    "filled",
+    "positions",
+    "slopes",
+    "new_tensor",
+    "numpy",
+    "where",
+    "index",
+    "list",
+    "written",
+    "pinned",
+    "double",
+]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_f21_constants_of_the_host_are_replayed(field: Field, kind: str, precision: str) -> None:
+    trace = field.replayed(lambda: Learner(HostConstants(kind)), precision=precision)
+
+    assert [recording.region for recording in trace.report.recordings] == ["net"]
+
+
+TABLE = np.zeros(FEATURES, dtype=np.float32)
+
+
+class FromTable(nn.Module):
+    """Copies a table of numbers that no guard watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs + torch.tensor(TABLE).to(inputs.device))
+
+
+def test_f21_host_values_that_differ_between_two_steps(field: Field) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        TABLE[0] = batch_idx
+        return F.cross_entropy(module.net(batch[0]), batch[1])
+
+    trace = field.native(lambda: Learner(FromTable(), step), Reason.HOST_TENSOR)
+
+    assert "test_f_python_state.py" in trace.report.messages[Reason.HOST_TENSOR], "the line that copies"
+
+
+def test_f21_an_audit_sees_other_host_values(field: Field) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        TABLE[0] = batch_idx >= 5
+        if batch_idx == 5 and isinstance(module.trainer.strategy, ReplayStrategy):
+            module.trainer.strategy.audit()  # before the first replay that would deviate
+        return F.cross_entropy(module.net(batch[0]), batch[1])
+
+    actions = [*script(5), *script(4)[:1], *script(4)]
+    trace = field.replayed(lambda: Learner(FromTable(), step), actions=actions, steps=10)
+
+    assert trace.report.reasons[Reason.HOST_TENSOR] == 1
+    assert "test_f_python_state.py" in trace.report.messages[Reason.HOST_TENSOR]
+
+
+@pytest.mark.parametrize("held", ["attribute", "buffer left behind", "global"])
+def test_f21_a_host_tensor_that_may_change(gpu_field: Field, held: str) -> None:
+    """Its values are not compared before a replay, so it is no constant."""
+    outside = torch.linspace(0, 1, FEATURES)
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+            self.row = torch.linspace(0, 1, FEATURES)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            row = outside if held == "global" else self.row
+            return self.net(inputs + row.to(inputs.device))
+
+    def make() -> Learner:
+        module = Learner(Holder())
+        if held == "buffer left behind":
+            module.on_fit_start = lambda: module.net.register_buffer("row", module.net.__dict__.pop("row"))
+        return module
+
+    gpu_field.native(make, Reason.HOST_TENSOR)
 
 
 class MaskedLayer(nn.Linear):
