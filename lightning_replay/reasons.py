@@ -199,7 +199,7 @@ class Reason(Enum):
     )
     HOST_TENSOR = (
         "host_tensor",
-        "The region uses a CPU tensor or copies one to the device.",
+        "The region uses a CPU tensor that it did not make from constants, or that held other values in another step.",
         "Create the tensor on the device, or register it as a buffer.",
     )
     HOST_RANDOM = (
