@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning_replay import Reason, ReplayStrategy
 from tests.helpers.trace import TraceResult
 from tests.parity import harness
+from tests.parity.scopes import pytest_pyfunc_call, scope  # noqa: F401
 
 # Read when the first cuBLAS handle is made, so it is set before anything starts CUDA.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -39,7 +40,8 @@ class Field:
     def strategy(self, **options: Any) -> ReplayStrategy:
         if not self.on_gpu:
             return harness.tape(**options)
-        return ReplayStrategy(**{"backend": "cuda", "warmup_steps": harness.WARM_UP, "on_native": "ignore", **options})
+        fixed = {"backend": "cuda", "scope": harness.SCOPE, "warmup_steps": harness.WARM_UP, "on_native": "ignore"}
+        return ReplayStrategy(**{**fixed, **options})
 
     def both(
         self,

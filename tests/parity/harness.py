@@ -3,6 +3,9 @@
 """Train a small module natively and with replay, and hold the two against each other.
 
 Every replayed run here uses a poisoned tape: whatever a forward graph may write is filled with NaN before each replay.
+
+A scenario is run with each scope (see the fixture `scope`). What it asserts beyond equality is about the scope
+"network"; with the others, that it is replayed at all where it should be.
 """
 
 import copy
@@ -18,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_replay import Reason, ReplayStrategy
 from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.tape import TapeBackend
+from lightning_replay.guards.parameters import find_use
 from tests.helpers.models import Cycled
 from tests.helpers.trace import COMPARED, Loaders, TraceResult, ZeroGradTrace, compare, run_fit
 
@@ -26,8 +30,18 @@ STEPS = 7
 FEATURES = 6
 CLASSES = 3
 
+SCOPE = "network"
+"""The scope of every strategy made here, unless one is asked for; the fixture `scope` sets it."""
+
+compared = 0
+"""How many pairs of runs were compared in the current test."""
+
 Step = Callable[[Any, Any, int], Any]
 Event = Callable[[Any], None]
+
+
+class NotEqualError(AssertionError):
+    """A replayed run that is not the native one, or was not replayed: the failure of a scenario in any scope."""
 
 
 class PoisonedStrategy(ReplayStrategy):
@@ -39,7 +53,7 @@ class PoisonedStrategy(ReplayStrategy):
 
 def tape(**options: Any) -> PoisonedStrategy:
     """Makes a strategy that records early and says nothing."""
-    return PoisonedStrategy(**{"backend": "tape", "warmup_steps": WARM_UP, "on_native": "ignore", **options})
+    return PoisonedStrategy(**{"backend": "tape", "scope": SCOPE, "warmup_steps": WARM_UP, "on_native": "ignore", **options})
 
 
 def classify(module: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -70,12 +84,15 @@ class Learner(LightningModule):
         super().__init__()
         self.net = net
         self.step = step
+        code = getattr(step, "__code__", None)
+        # A step that uses the index is not replayed as a whole; this one should be where the index is only handed on.
+        self.uses_index = code is None or find_use(Learner, step, 2) is not None
         self.make_optimizer = optimizer or (lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.01))
         self.in_place = in_place
         self.events = events or {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.step(self, batch, batch_idx)
+        return self.step(self, batch, self.trainer.fit_loop.epoch_loop.batch_idx if self.uses_index else 0)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx in self.events:
@@ -165,20 +182,25 @@ def run_both(
     **options: Any,
 ) -> tuple[Arm, Arm]:
     """Runs native and replay, and compares everything, an error included."""
+    global compared
+    compared += 1
     data = batches() if data is None else data
     native = Arm(make, data, "auto", callbacks=callbacks(), **options)
     replay = Arm(make, data, strategy or tape(), callbacks=callbacks(), **options)
     if native.error is not None or replay.error is not None:
         same = (type(native.error), str(native.error)) == (type(replay.error), str(replay.error))
-        assert same, f"native {native.error!r}, replay {replay.error!r}" + _trace_of(replay.error or native.error)
+        if not same:
+            found = f"native {native.error!r}, replay {replay.error!r}"
+            raise NotEqualError(found + _trace_of(replay.error or native.error))
         return native, replay
     assert native.trace is not None
     assert replay.trace is not None
     try:
         compare(native.trace, replay.trace, COMPARED)
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{replay.trace.actions}\n{replay.trace.report}") from None
-    assert names_on(native.modules[0]) == names_on(replay.modules[0]), "an attribute was left on a module"
+        raise NotEqualError(f"{error}\n{replay.trace.actions}\n{replay.trace.report}") from None
+    if names_on(native.modules[0]) != names_on(replay.modules[0]):
+        raise NotEqualError("an attribute was left on a module")
     return native, replay
 
 
@@ -195,6 +217,8 @@ def check_replayed(
     _, replay = run_both(make, data, **options)
     assert replay.error is None, replay.error
     assert replay.trace is not None
+    if "replay" not in replay.trace.actions:
+        raise NotEqualError(f"nothing was replayed: {replay.trace.actions}\n{_messages(replay.trace)}")
     expected = list(actions) if actions is not None else script(len(replay.trace.actions))
     assert replay.trace.actions == expected, f"{replay.trace.actions}\n{_messages(replay.trace)}"
     return replay.trace
