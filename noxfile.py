@@ -34,7 +34,7 @@ shared = nox.session(venv_backend="none")
 @shared
 def demo(session: nox.Session) -> None:
     """Train on handwritten digits, native and replayed, and compare the two as bits."""
-    install(session, "docs")
+    install(session, "demo")
     run(session, "python", "docs/examples/digits_demo.py", *session.posargs)
 
 
@@ -118,6 +118,13 @@ def packaging(session: nox.Session) -> None:
     """Build the distributions, install them and look inside."""
     install(session)
     pytest(session, "tests/packaging")
+
+
+@shared
+def docs(session: nox.Session) -> None:
+    """Build the documentation, with warnings as errors; nothing is fetched while it builds."""
+    install(session, "docs")
+    run(session, "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", str(ROOT / "build" / "docs"))
 
 
 @shared

@@ -16,14 +16,16 @@ PAGE = Path(__file__).with_name("why-native.md")
 
 _HEAD = """<!-- Written by docs/generate.py from lightning_replay/reasons.py: edit nothing here. -->
 
-# Why a step was native
+# Why is my model not replayed?
 
-`strategy.report().reasons` counts the reasons met, by `Reason`; `strategy.report().messages` holds the message of the
-first finding of each, with the module or the line of code concerned. A step may have several reasons: one for each
-recorded module that ran natively, and one more where a recording was tried and refused.
+Ask the report. `strategy.report().reasons` counts the reasons met, by `Reason`; `strategy.report().messages` holds the
+message of the first finding of each, with the module or the line of code concerned. A step may have several reasons:
+one for each recorded module that ran natively, and one more where a recording was tried and refused.
 
 A native step trains exactly as it would without this package. With `ReplayStrategy(on_native="error")` the first step
 that is native for a reason outside of the normal life of a recording raises `NotReplayedError` with the same message.
+
+A healthy run meets these reasons too: {harmless}. They are counted, but never warned about, and never an error.
 
 The reasons that begin with `norm` concern clipping by the gradient norm alone, and are counted in
 `strategy.report().norm_native`.
@@ -32,8 +34,9 @@ The reasons that begin with `norm` concern clipping by the gradient norm alone, 
 
 def render() -> str:
     """Returns the page."""
+    harmless = ", ".join(f"[`{reason.value}`](#{reason.value})" for reason in Reason if reason.is_harmless)
     sections = [f"## {reason.value}\n\n{reason.cause}\n\n**What to do:** {reason.cure}\n" for reason in Reason]
-    return "\n".join([_HEAD, *sections])
+    return "\n".join([_HEAD.format(harmless=harmless), *sections])
 
 
 def main(arguments: list[str] | None = None) -> int:

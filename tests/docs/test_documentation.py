@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from packaging.specifiers import SpecifierSet
 
 from lightning_replay import Reason, ReplayStrategy
+from tests.demo.examples import load_example
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -121,18 +122,61 @@ def names_of_tests(path: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
+def blocks_of_limits() -> list[str]:
+    """Returns the paragraphs and list items below the first section's heading, without those that open a list."""
+    _, _, body = LIMITS.partition("\n## ")
+    found = re.split(r"\n\n|\n(?=- )", f"## {body}")
+    return [block for block in found if not block.startswith("## ") and not block.rstrip().endswith(":")]
+
+
 def test_every_sentence_on_limits_names_its_tests() -> None:
-    items = re.findall(r"^- (.+?)(?=\n- |\n\n|\Z)", LIMITS, flags=re.MULTILINE | re.DOTALL)
-    assert len(items) > 20
+    items = blocks_of_limits()
+    assert len(items) > 25
     named: set[str] = set()
     for item in items:
         references = re.findall(r"`(?:(tests/[\w/]+\.py)::)?(test_\w+)`", item)
-        assert references, item
+        assert references, f"no test is named by: {item}"
         for path, name in references:
-            assert name in names_of_tests(path or "tests/limits/test_limits.py"), name
+            assert name in names_of_tests(path or "tests/limits/test_limits.py"), f"there is no {name}"
             named |= {name} if not path else set()
 
     assert named == names_of_tests("tests/limits/test_limits.py"), "tests of limits that the page does not name"
+
+
+def shown_in(page: str, start: str) -> str:
+    """Returns the block of a page that begins with some words."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    (block,) = re.findall(rf"```text\n({re.escape(start)}.*?)```", text, flags=re.DOTALL)
+    return block
+
+
+def assert_shown(block: str, printed: str) -> None:
+    """Asserts that a block, in which "..." stands for anything, is a part of what was printed."""
+    pattern = re.escape(re.sub(r"[ \t]+", " ", block)).replace(re.escape("..."), ".*?")
+    plain = re.sub(r"[ \t]+", " ", re.sub(r"-{2,}", "--", printed))
+    assert re.search(re.sub(r"(\\-){2,}", "--", pattern), plain), printed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_report_of_the_quick_start_is_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    load_example("first_steps").main(ReplayStrategy(backend="tape"))
+
+    assert_shown(shown_in("quick-start.md", "steps:"), capsys.readouterr().out)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the operation has another name there")
+def test_the_message_of_the_guide_is_what_is_printed() -> None:
+    before, _ = load_example("finding_out_why").main()
+
+    assert_shown(shown_in("guide/debugging.md", "The region waits"), before.messages[Reason.HOST_SYNC] + "\n")
+
+
+def yaml_block(page: str) -> str:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "guide" / page).read_text("utf-8"), flags=re.DOTALL)
+    return block
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""The examples of the guide are replayed, and do what the guide says of them."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_replay import Reason, ReplayStrategy
+from tests.demo.examples import load_example
+from tests.helpers.bits import assert_same
+
+CUDA = torch.cuda.is_available()
+HEALTHY = {Reason.WARM_UP, Reason.RECORDING}
+
+
+def test_accumulation_publishes_once_a_window_and_adds_the_rest() -> None:
+    report = load_example("accumulation").main()
+
+    assert (report.steps_total, report.steps_replayed) == (80, 76)
+    # The windows of the four native steps are the first; every later window publishes one gradient and adds three.
+    assert (report.gradients_published, report.gradients_added, report.gradients_copied) == (19, 57, 0)
+    assert report.norm_replays > 0
+    assert set(report.reasons) == HEALTHY
+
+
+def test_clipping_is_replayed_without_the_strategy() -> None:
+    precision = load_example("clip_without_the_strategy").main()
+
+    assert precision.norm_replays > 20
+    assert precision.last_gradient_norm is not None
+
+
+def test_callbacks_see_what_they_would_see_natively() -> None:
+    example = load_example("callbacks_of_your_own")
+    strategy = ReplayStrategy(backend="cuda" if CUDA else "tape")
+    accelerator = "gpu" if CUDA else "cpu"
+    native_kept, native_average, native_count = example.train("auto", accelerator)
+    kept, average, count = example.train(strategy, accelerator)
+
+    assert count.actions == {"native": 3, "record": 1, "replay": 36}
+    assert native_count.actions == {"native": 40}
+    assert_same(native_kept.kept, kept.kept)
+    assert_same(native_average.average.state_dict(), average.average.state_dict())
+    # Each replayed step whose gradients were kept gave them memory of their own.
+    assert strategy.report().gradients_copied > 0
+
+
+def test_the_whole_step_is_replayed_and_logs_the_same() -> None:
+    example = load_example("step_scope")
+    networks, logged_by_networks = example.main("network")
+    for scope in ("step", "auto"):
+        whole, logged = example.main(scope)
+
+        assert (whole.steps_replayed, networks.steps_replayed) == (36, 36)
+        assert [recording.region for recording in whole.recordings] == ["training_step"]
+        assert set(whole.reasons) == HEALTHY
+        assert set(logged) == {"loss", "accuracy"}
+        assert_same(logged_by_networks, logged)
+
+
+def has_compiler() -> bool:
+    return CUDA or shutil.which("g++") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler")),
+    ],
+)
+def test_a_compiled_network_is_replayed(compiler: str) -> None:
+    torch._dynamo.reset()
+    report = load_example("compiled_network").main(compiler)
+
+    assert report.steps_replayed == 36, report
+    assert set(report.reasons) == HEALTHY
+
+
+@pytest.mark.parametrize("name", ["test_my_model_is_replayed", "test_my_model_trains_the_same"])
+def test_the_tests_to_copy_pass(name: str) -> None:
+    getattr(load_example("model_test"), name)()
+
+
+def test_the_tests_to_copy_fail_where_nothing_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load_example("model_test")
+
+    class Native(ReplayStrategy):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "backend": "auto", "on_native": "ignore"})
+
+    monkeypatch.setattr(example, "ReplayStrategy", Native)
+    with pytest.raises(AssertionError):
+        example.test_my_model_is_replayed()
+    with pytest.raises(AssertionError):
+        example.test_my_model_trains_the_same()
