@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """Precision plugins that clip the gradient norm from a recording."""
 
-import weakref
+from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -67,7 +67,6 @@ class ReplayClipMixin(_Base):
     ) -> tuple[Module, list[Optimizer], list[Any]]:
         """Starts a fit with nothing recorded."""
         self._replay_clipper.begin()
-        self._replay_clipper.model = weakref.ref(model)
         verdict = compat.check()
         if not verdict.known:
             finding = Finding(Reason.UNKNOWN_CONTRACT, verdict.where, verdict.expected, verdict.actual)
@@ -75,31 +74,41 @@ class ReplayClipMixin(_Base):
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
+    def optimizer_step(  # type: ignore[override]  # as Lightning's own ones
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Steps as Lightning does, and counts a step whose clipping never came here."""
+        clipper = self._replay_clipper
+        before = clipper.arrivals
+        result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if clipper.arrivals == before and (finding := _find_bypass(model)) is not None:
+            clipper.count(finding)
+        return result
+
+    @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips by norm as Lightning does, from the recording if there is one."""
         clipper = self._replay_clipper
         parameters = list(self.main_params(optimizer))
-        unknown = clipper.refusal is not None and clipper.refusal.reason is Reason.UNKNOWN_CONTRACT
+        refusal = clipper.refusal
+        unknown = refusal is not None and refusal.reason is Reason.UNKNOWN_CONTRACT
         if parameters and not unknown:
             clipper.clip(parameters, clip_val)
             return
-        if unknown:
-            clipper.count(Reason.UNKNOWN_CONTRACT)
+        if unknown and refusal is not None:
+            clipper.count(refusal)
         super().clip_grad_by_norm(optimizer, clip_val)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips by value as Lightning does, and counts it."""
-        self._replay_clipper.count(Reason.NORM_VALUE)
+        self._replay_clipper.count(Finding(Reason.NORM_VALUE, "Precision.clip_grad_by_value", "norm", "value"))
         super().clip_grad_by_value(optimizer, clip_val)
 
     @override
     def teardown(self) -> None:
-        """Gives the recording back."""
-        clipper = self._replay_clipper
-        if not clipper.was_called and (finding := _find_override(clipper.model)) is not None:
-            clipper.count(finding.reason)
-        clipper.end()
+        """Gives the recordings back."""
+        self._replay_clipper.end()
         super().teardown()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -135,7 +144,8 @@ class ReplayPrecision(ReplayClipMixin, Precision):
     the same to whatever plugin its Trainer has. An object made here is an instance of Lightning's class too (for
     example `MixedPrecision`), carries its name, and reads and writes its checkpoints.
 
-    Costs: a copy of all gradients if they are new tensors in each step, which they are without ReplayStrategy.
+    Costs: a copy of all gradients if they lie elsewhere in each step. Native steps mostly give them the same memory
+    again.
 
     Args:
         precision: As `Trainer(precision=...)` takes it.
@@ -169,6 +179,12 @@ class ReplayPrecision(ReplayClipMixin, Precision):
         else:
             native.__init__()
         self._replay_clipper = NormClipper(backend)
+
+    @override
+    def __repr__(self) -> str:
+        """Names what was made: the class goes by the name of Lightning's, which checkpoints key on."""
+        made_by, _ = type(self)._replay_parts  # type: ignore[attr-defined]
+        return f"{made_by.__name__}({self.precision!r})"
 
 
 def attach(plugin: Precision, clipper: NormClipper) -> Finding | None:
@@ -215,20 +231,22 @@ def detach(plugin: Precision) -> None:
         delattr(plugin, _ATTRIBUTE)
 
 
-def _find_override(reference: "weakref.ref[Module] | None") -> Finding | None:
-    """Finds an override of the hook through which clipping reaches the plugin, in a model that is to be clipped."""
-    model = None if reference is None else reference()
-    if not isinstance(model, LightningModule) or not asks_for_clipping(model):
+def _find_bypass(model: LightningModule) -> Finding | None:
+    """Finds why the clipping of a step never came to the plugin: there was none, or an override did it."""
+    if not model.automatic_optimization:
         return None
+    if not asks_for_clipping(model):
+        limit = repr(model.trainer.gradient_clip_val)
+        return Finding(Reason.NORM_NO_LIMIT, "Trainer(gradient_clip_val=...)", "a limit above 0", limit)
     if not seams.has_own_hook(model, "configure_gradient_clipping", LightningModule):
         return None
     where = f"{type(model).__name__}.configure_gradient_clipping"
-    return Finding(Reason.NORM_OVERRIDDEN, where, "a call of self.clip_gradients", "none was seen")
+    return Finding(Reason.NORM_OVERRIDDEN, where, "a call of self.clip_gradients", "none")
 
 
 def asks_for_clipping(model: LightningModule | None) -> bool:
     """Tells whether the Trainer of a model was told to clip."""
     try:
-        return model is not None and bool(model.trainer.gradient_clip_val)
+        return model is not None and (model.trainer.gradient_clip_val or 0) > 0
     except RuntimeError:  # it has left its Trainer
         return False

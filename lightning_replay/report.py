@@ -122,7 +122,7 @@ class ReplayReport:
                 f"gradients: {self.gradients_published} times published, {self.gradients_added} added to live ones,"
                 f" {self.gradients_copied} given fresh memory"
             )
-        if self.norm_replays or self.norm_native:
+        if self.norm_replays or set(self.norm_native) - {Reason.NORM_NO_LIMIT}:
             native = ", ".join(f"{reason.value} {count}" for reason, count in self.norm_native.items())
             lines.append(
                 f"gradient norm: {self.norm_replays} replayed ({self.norm_copied} on copies),"

@@ -53,12 +53,15 @@ class CudaGraphBackend:
 
     Args:
         device: The CUDA device, with its index.
+        spares_memory: Return cached memory around a capture. Without it the allocator goes on as it did, and gives
+            the next steps the addresses that it gave the last ones.
     """
 
     name = "cuda"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, spares_memory: bool = True) -> None:
         self.device = device
+        self._spares_memory = spares_memory
         self._stream = torch.cuda.Stream(device)
         self._generator = torch.cuda.default_generators[device.index]
 
@@ -86,7 +89,7 @@ class CudaGraphBackend:
             CaptureError: If the callable made the host wait for the device; a capture of it would have failed, and a
                 failed capture costs the generator and every recording.
         """
-        torch.cuda.empty_cache()  # the native step's activations lie in the caller's stream, out of reach from here
+        self._empty_cache()  # the native step's activations lie in the caller's stream, out of reach from here
         with self._on_capture_stream(), _sync_warnings() as waits:
             result = run()
         if waits:
@@ -103,7 +106,7 @@ class CudaGraphBackend:
     def _capture(self, handle: Any, run: Callable[[], T]) -> tuple[Any, T]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        self._empty_cache()
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -119,8 +122,12 @@ class CudaGraphBackend:
             if collecting:
                 gc.enable()
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        self._empty_cache()
         return graph, result
+
+    def _empty_cache(self) -> None:
+        if self._spares_memory:
+            torch.cuda.empty_cache()
 
     def _abandon(self, graph: Any, handle: Any) -> None:
         """Ends a failed capture so that the stream, the allocator and the generator are usable again."""

@@ -12,7 +12,7 @@ from lightning_replay import ReplayPrecision, ReplayStrategy
 from lightning_replay.norm import NormClipper
 from lightning_replay.reasons import Reason
 from tests.helpers.models import MLPModule, cycled, feature_batches
-from tests.helpers.norm import COUNTS, DTYPES, LEVELS, NATIVE_CALLS, Twins, check_bits, check_limits
+from tests.helpers.norm import COUNTS, DTYPES, LEVELS, NATIVE_CALLS, WHERE, Twins, check_bits, check_limits
 from tests.helpers.trace import Trace, compare, run_fit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -22,12 +22,12 @@ STEPS = 20
 WAITS = ("Synchronize", "cudaMemcpy")  # what .item() of a CUDA tensor ends in; Adam reads its step counts from the CPU
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "on_copies"])
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_bits(dtype, count, level, in_place):
-    check_bits("cuda", "cuda", dtype, count, level, in_place, LARGE if count == COUNTS[0] else 300)
+def test_bits(dtype, count, level, where):
+    check_bits("cuda", "cuda", dtype, count, level, where, LARGE if count == COUNTS[0] else 300)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -41,7 +41,7 @@ def test_limits_are_not_rounded_otherwise(dtype):
 def test_mixed_dtypes_and_layouts():
     clipper = NormClipper("cuda")
     clipper.begin()
-    twins = Twins(clipper, 12, torch.float32, "cuda", True)
+    twins = Twins(clipper, 12, torch.float32, "cuda", "buffers")
     for side in (twins.native, twins.replayed):
         side += [torch.nn.Parameter(torch.ones(9, 5, dtype=dtype, device="cuda")) for dtype in DTYPES]
     for _ in range(NATIVE_CALLS + 3):
@@ -62,7 +62,7 @@ def test_a_failed_capture_leaves_native_clipping_and_the_device_usable(monkeypat
     monkeypatch.setattr(norm, "_scale", waits)
     clipper = NormClipper("cuda", on_finding=lambda finding: None)
     clipper.begin()
-    twins = Twins(clipper, 12, torch.float32, "cuda", True)
+    twins = Twins(clipper, 12, torch.float32, "cuda", "buffers")
     for _ in range(6):
         twins.step()
     assert clipper.native[Reason.CAPTURE_FAILED] == 3
@@ -77,7 +77,7 @@ def test_a_failed_capture_leaves_native_clipping_and_the_device_usable(monkeypat
 def test_another_stream_is_native():
     clipper = NormClipper("cuda")
     clipper.begin()
-    twins = Twins(clipper, 12, torch.float32, "cuda", True)
+    twins = Twins(clipper, 12, torch.float32, "cuda", "buffers")
     for _ in range(NATIVE_CALLS):
         twins.step()
     torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def test_memory_is_given_back():
     levels = []
     for _ in range(3):  # the first fit leaves the capture stream its workspace, once for the process
         clipper.begin()
-        twins = Twins(clipper, 62, torch.float32, "cuda", False, LARGE)
+        twins = Twins(clipper, 62, torch.float32, "cuda", "new_memory", LARGE)
         replays = clipper.replays
         for _ in range(NATIVE_CALLS + 2):
             twins.step()

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_replay.norm import BackendName, NormClipper
+from lightning_replay.norm import STABLE_CALLS, BackendName, NormClipper
 from lightning_replay.reasons import Reason
 from tests.helpers.bits import assert_same, bits
 
@@ -16,6 +16,9 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 COUNTS = (62, 213, 600)  # resnet18, efficientnet_b0 and a network with many small parts
 LEVELS = ("above", "below", "equal", "inf", "nan", "zero")
 Level = Literal["above", "below", "equal", "inf", "nan", "zero"]
+
+Where = Literal["buffers", "same_memory", "new_memory"]
+WHERE: tuple[Where, ...] = ("buffers", "same_memory", "new_memory")
 
 NATIVE_CALLS = 3
 """Two that see the same gradients again after the first; the last of them records."""
@@ -27,14 +30,17 @@ class Twins:
     Args:
         clipper: the clipper.
         count: number of parameters.
-        in_place: whether the gradients of the clipper's side stay the same tensors.
+        where: whether the gradients of the clipper's side are the same tensors in each step, new tensors in the same
+            memory, as a steady allocator gives it, or tensors in memory of their own.
         large: elements of the largest parameter.
     """
 
     def __init__(
-        self, clipper: NormClipper, count: int, dtype: torch.dtype, device: str, in_place: bool, large: int = 300
+        self, clipper: NormClipper, count: int, dtype: torch.dtype, device: str, where: Where, large: int = 300
     ) -> None:
-        self.clipper, self.in_place = clipper, in_place
+        self.clipper, self.where = clipper, where
+        self.buffers: dict[int, Tensor] = {}
+        self.held: list[Tensor] = []  # what is alive is not handed out again
         self._generator = torch.Generator().manual_seed(count)
         shapes = [(1,), (7,), (3, 5), (2, 3, 3, 3), (16, 4), (large,)]
         self.native = [self._make(shapes[i % len(shapes)], dtype, device) for i in range(count)]
@@ -58,12 +64,15 @@ class Twins:
                 gradient = torch.empty_like(left)
                 gradient.copy_(piece.view(left.shape))
                 left.grad = None if i in absent else gradient.clone()
-                if i in absent:
-                    right.grad = None
-                elif self.in_place and right.grad is not None:
-                    right.grad.copy_(gradient)
-                else:
-                    right.grad = gradient.clone()
+                right.grad = None if i in absent else self._placed(i, gradient)
+
+    def _placed(self, position: int, gradient: Tensor) -> Tensor:
+        if self.where == "new_memory":
+            self.held.append(gradient.clone())
+            return self.held[-1]
+        buffer = self.buffers.setdefault(position, torch.empty_like(gradient))
+        buffer.copy_(gradient)
+        return buffer if self.where == "buffers" else buffer.detach()
 
     def limit(self, level: Level) -> float:
         """Returns the limit that puts the norm of the gradients where the level says."""
@@ -100,12 +109,12 @@ def _kinds(tensors: Sequence[Tensor | None]) -> list[tuple[torch.Size, torch.dty
 
 
 def check_bits(
-    backend: BackendName, device: str, dtype: torch.dtype, count: int, level: Level, in_place: bool, large: int = 300
+    backend: BackendName, device: str, dtype: torch.dtype, count: int, level: Level, where: Where, large: int = 300
 ) -> None:
     """Asserts the bits of three replays with gradients, limits and weights of their own, and that they were replays."""
-    clipper = NormClipper(backend)
+    clipper = NormClipper(backend, STABLE_CALLS)
     clipper.begin()
-    twins = Twins(clipper, count, dtype, device, in_place, large)
+    twins = Twins(clipper, count, dtype, device, where, large)
     for _ in range(NATIVE_CALLS):
         twins.step("above")
     assert (clipper.replays, clipper.refusal) == (0, None)
@@ -113,7 +122,7 @@ def check_bits(
         twins.step(level)
     twins.step("above")
     assert clipper.native == {Reason.WARM_UP: 2, Reason.RECORDING: 1}
-    assert (clipper.replays, clipper.copied) == (3, 0 if in_place else 3)
+    assert (clipper.replays, clipper.copied) == (3, 3 if where == "new_memory" else 0)
     clipper.end()
     assert not clipper.is_engaged
 

@@ -17,20 +17,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_replay import ReplayWarning, norm
 from lightning_replay.engine.tape import TapeBackend
 from lightning_replay.guards.gradients import find_unsupported
-from lightning_replay.norm import MAX_RERECORDS, NormClipper
+from lightning_replay.norm import MAX_RERECORDS, STABLE_CALLS, NormClipper
 from lightning_replay.reasons import Reason
 from tests.helpers.bits import assert_same
-from tests.helpers.norm import COUNTS, DTYPES, LEVELS, NATIVE_CALLS, Twins, check_bits, check_limits
+from tests.helpers.norm import COUNTS, DTYPES, LEVELS, NATIVE_CALLS, WHERE, Twins, check_bits, check_limits
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.nn.utils, "get_total_norm"), reason="this torch has no torch.nn.utils.get_total_norm"
 )
 
 
-def make(count=6, in_place=True, dtype=torch.float32, patience=2):
+def make(count=6, where="buffers", dtype=torch.float32, patience=STABLE_CALLS):
     clipper = NormClipper("tape", patience)
     clipper.begin()
-    return clipper, Twins(clipper, count, dtype, "cpu", in_place)
+    return clipper, Twins(clipper, count, dtype, "cpu", where)
+
+
+def follow(monkeypatch):
+    """Lets tapes be replayed on new tensors in recorded memory, as CUDA graphs are: here the twins keep it alive."""
+    monkeypatch.setattr(NormClipper, "_follows", True)
 
 
 def engage(twins):
@@ -47,12 +52,14 @@ def steps(twins, count=6, **options):
 # -- the same bits -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "on_copies"])
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_bits(dtype, count, level, in_place):
-    check_bits("tape", "cpu", dtype, count, level, in_place)
+def test_bits(dtype, count, level, where, monkeypatch):
+    if where == "same_memory":
+        follow(monkeypatch)
+    check_bits("tape", "cpu", dtype, count, level, where)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -73,9 +80,9 @@ def test_mixed_dtypes():
     assert clipper.replays == 2
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_the_limit_of_the_moment_counts(in_place):
-    clipper, twins = make(in_place=in_place)
+@pytest.mark.parametrize("where", ["buffers", "new_memory"])
+def test_the_limit_of_the_moment_counts(where):
+    clipper, twins = make(where=where)
     engage(twins)
     for limit in (0.1, 2, 1e6, 0.1, 0.25):
         twins.step(limit=limit)
@@ -95,12 +102,13 @@ def test_a_norm_that_was_read_keeps_its_value():
 
 
 def test_gradients_are_not_kept_alive():
-    clipper, twins = make(in_place=False)
+    clipper, twins = make(where="new_memory")
     engage(twins)
     twins.step()
     references = [weakref.ref(p.grad) for p in twins.replayed]
     for parameter in twins.replayed:
         parameter.grad = None
+    twins.held.clear()
     gc.collect()
     assert clipper.replays == 1
     assert all(reference() is None for reference in references)
@@ -112,34 +120,92 @@ def test_gradients_are_not_kept_alive():
 def test_new_tensors_at_each_step_end_on_copies():
     clipper, twins = make(patience=3)
     engage(twins)
-    twins.in_place = False
-    for _ in range(4):
-        twins.step()
-    assert clipper.native[Reason.NORM_DRIFT] == 3
-    assert clipper.native[Reason.RECORDING] == 2
+    twins.where = "new_memory"
+    steps(twins, 3)
+    assert clipper.native == {Reason.WARM_UP: 2, Reason.RECORDING: 2, Reason.NORM_MOVED: 2}
     twins.step()
     assert (clipper.replays, clipper.copied) == (1, 1)
 
 
 def test_stable_buffers_need_no_copies_any_more():
-    clipper, twins = make(in_place=False)
+    clipper, twins = make(where="new_memory")
     engage(twins)
-    twins.in_place = True
-    for _ in range(6):
-        twins.step()
+    twins.where = "buffers"
+    steps(twins)
     assert clipper.native == {Reason.WARM_UP: 2, Reason.RECORDING: 2}
     assert (clipper.replays, clipper.copied) == (5, 2)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_missing_gradient_makes_one_call_native(in_place):
-    clipper, twins = make(in_place=in_place)
+def test_new_tensors_in_the_same_memory_are_clipped_in_place(monkeypatch):
+    follow(monkeypatch)
+    clipper, twins = make(where="same_memory")
+    engage(twins)
+    steps(twins, 4)
+    assert (clipper.replays, clipper.copied) == (4, 0)
+
+
+def test_new_tensors_are_waited_for_as_they_may_become_buffers(monkeypatch):
+    follow(monkeypatch)
+    clipper, twins = make(where="same_memory", patience=8)
+    steps(twins, 4)
+    twins.where = "buffers"
+    steps(twins, 4)
+    assert clipper.native == {Reason.WARM_UP: 5, Reason.RECORDING: 1}
+    assert (clipper.replays, clipper.copied) == (2, 0)
+
+
+def test_a_tape_is_not_followed():
+    clipper, twins = make(where="same_memory")
+    engage(twins)
+    steps(twins, 4)
+    assert (clipper.replays, clipper.copied) == (4, 4)
+
+
+def test_a_few_places_in_turn_have_a_recording_each(monkeypatch):
+    follow(monkeypatch)
+    clipper, twins = make(where="same_memory", patience=4)
+    places = [{}, {}]
+    for step in range(12):
+        twins.buffers = places[step % 2]
+        twins.step()
+    assert clipper.native == {Reason.WARM_UP: 4, Reason.RECORDING: 2}
+    assert (clipper.replays, clipper.copied) == (6, 0)
+
+
+def test_the_last_recording_fits_all_places(monkeypatch):
+    follow(monkeypatch)
+    clipper, twins = make(where="same_memory", patience=3)
+    for _ in range(MAX_RERECORDS + 2):
+        twins.buffers = {}
+        steps(twins, 4)
+    assert clipper.native[Reason.RECORDING] == 1 + MAX_RERECORDS
+    assert (clipper.replays, clipper.copied) == (MAX_RERECORDS + 4, 1 + 4)
+    assert clipper.refusal is None
+
+
+def test_another_layout_in_the_same_memory_is_seen(monkeypatch):
+    follow(monkeypatch)
+    clipper, twins = make(where="same_memory")
+    engage(twins)
+    twins.give("above")
+    for side in (twins.native, twins.replayed):
+        side[2].grad = side[2].grad.view(5, 3).t()
+    expected = torch.nn.utils.clip_grad_norm_(twins.native, 1.0)
+    clipper.clip(twins.replayed, 1.0)
+    assert_same(expected, clipper.last_norm)
+    assert_same([p.grad for p in twins.native], [p.grad for p in twins.replayed])
+    assert clipper.native[Reason.NORM_DRIFT] == 1
+    assert "gradient 2 of 6" in clipper.messages[Reason.NORM_DRIFT]
+
+
+@pytest.mark.parametrize("where", ["buffers", "new_memory"])
+def test_a_missing_gradient_makes_one_call_native(where):
+    clipper, twins = make(where=where)
     engage(twins)
     twins.step()
-    kept = [p.grad for p in twins.replayed]
     twins.step(absent=frozenset({2}))
     assert clipper.native[Reason.NORM_DRIFT] == 1
-    twins.replayed[2].grad = kept[2]
+    assert "expected: 6 gradients" in clipper.messages[Reason.NORM_DRIFT]
     twins.step()
     assert clipper.replays == 2
 
@@ -149,12 +215,12 @@ def test_another_address_in_the_same_tensor_is_seen():
     engage(twins)
     twins.replayed[0].grad.data = twins.replayed[0].grad.data.clone()
     twins.step()
-    assert clipper.native[Reason.NORM_DRIFT] == 1
+    assert clipper.native[Reason.NORM_MOVED] == 1
     assert clipper.replays == 0
 
 
 def test_another_layout_is_seen_on_copies():
-    clipper, twins = make(in_place=False)
+    clipper, twins = make(where="new_memory")
     engage(twins)
     twins.give("above")
     twins.native[2].grad = twins.native[2].grad.t().contiguous().t()
@@ -171,6 +237,22 @@ def test_another_stream_is_seen(monkeypatch):
     monkeypatch.setattr(norm, "current_stream", lambda device: 7)
     twins.step()
     assert clipper.native[Reason.NORM_DRIFT] == 1
+    assert "another stream" in clipper.messages[Reason.NORM_DRIFT]
+
+
+def test_a_call_in_other_memory_between_replays_is_harmless(recwarn):
+    clipper, twins = make()
+    engage(twins)
+    twins.step()
+    twins.where = "new_memory"
+    twins.step()
+    twins.where = "buffers"
+    twins.step()
+    assert clipper.native == {Reason.WARM_UP: 2, Reason.RECORDING: 1, Reason.NORM_MOVED: 1}
+    assert (clipper.replays, clipper.copied) == (2, 0)
+    clipper.end()
+    assert Reason.NORM_MOVED.is_harmless
+    assert not recwarn.list
 
 
 def change_often(twins):
@@ -179,7 +261,7 @@ def change_often(twins):
 
 
 def test_changing_too_often_retires_once_with_one_message():
-    clipper, twins = make(in_place=False)
+    clipper, twins = make(where="new_memory")
     engage(twins)
     with pytest.warns(ReplayWarning, match="norm_retired") as caught:
         change_often(twins)
@@ -191,7 +273,7 @@ def test_changing_too_often_retires_once_with_one_message():
 
 
 def test_an_unsteady_pattern_is_never_recorded_and_says_so():
-    clipper, twins = make(in_place=False)
+    clipper, twins = make(where="new_memory")
     for step in range(10):
         twins.step(absent=frozenset({step % 2}))
     with pytest.warns(ReplayWarning, match="norm_drift"):
@@ -208,9 +290,9 @@ def test_an_unsteady_pattern_is_never_recorded_and_says_so():
     [(RuntimeError("no"), Reason.CAPTURE_FAILED), (torch.OutOfMemoryError("full"), Reason.OUT_OF_MEMORY)],
     ids=["error", "memory"],
 )
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_failed_recording_leaves_native_clipping(monkeypatch, method, error, reason, in_place):
-    clipper, twins = make(in_place=in_place)
+@pytest.mark.parametrize("where", ["buffers", "new_memory"])
+def test_a_failed_recording_leaves_native_clipping(monkeypatch, method, error, reason, where):
+    clipper, twins = make(where=where)
     real = getattr(TapeBackend, method)
 
     def fail_late(self, *args, **options):
@@ -370,10 +452,15 @@ def test_a_replaced_torch_function_is_called(monkeypatch):
         return real(parameters, *args, **options)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", replaced)
-    for _ in range(5):
-        twins.step()
+    steps(twins, 5)
     assert clipper.native == {Reason.NORM_OVERRIDDEN: 5}
     assert len(calls) == 10
+    monkeypatch.undo()
+    steps(twins, 4)
+    assert clipper.replays == 1
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", replaced)
+    twins.step()
+    assert (clipper.replays, len(calls)) == (1, 12)
 
 
 def test_modes_are_native():
@@ -392,15 +479,16 @@ def test_modes_are_native():
     assert clipper.replays == 1
 
 
-def test_a_cpu_is_native_and_quiet(recwarn):
+def test_a_cpu_is_native_and_says_so_once():
     clipper = NormClipper("auto")
     clipper.begin()
-    twins = Twins(clipper, 6, torch.float32, "cpu", True)
+    twins = Twins(clipper, 6, torch.float32, "cpu", "buffers")
     for _ in range(6):
         twins.step()
-    clipper.end()
+    with pytest.warns(ReplayWarning, match="no_cuda") as caught:
+        clipper.end()
+    assert len(caught) == 1
     assert clipper.native == {Reason.NO_CUDA: 6}
-    assert not recwarn.list
 
 
 def test_nothing_to_clip_is_not_counted():
