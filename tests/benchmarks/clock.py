@@ -14,7 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 class StepClock(Callback):
     """Times windows of whole steps, from the end of one step to the end of a later one, each end fenced.
 
-    A step is everything the Trainer does for it: fetching the batch, hooks, forward, backward, clipping, update.
+    A step is everything the Trainer does for it: fetching the batch, hooks, forward, backward, clipping, update. What
+    lies between two epochs belongs to no window.
 
     Args:
         skip: steps before the first window (warm-up, recording, autotuning).
@@ -24,29 +25,41 @@ class StepClock(Callback):
     def __init__(self, skip: int = 15, window: int = 20) -> None:
         self.skip, self.window = skip, window
         self.windows_ms: list[float] = []
-        self.actions: list[str | None] = []
+        self.timed_actions: Counter[str] = Counter()
         self.losses: list[torch.Tensor] = []
         self.peaks: dict[str, int] = {}
-        self._started = 0.0
+        self._pending: list[str] = []
+        self._started: float | None = None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._started is not None:
+            self._start(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         action = getattr(trainer.strategy, "last_action", None)
-        self.tick(pl_module.device, outputs["loss"], None if action is None else str(getattr(action, "value", action)))
+        self.tick(pl_module.device, outputs["loss"], str(getattr(action, "value", action)))
 
-    def tick(self, device: torch.device, loss: torch.Tensor, action: str | None) -> None:
+    def tick(self, device: torch.device, loss: torch.Tensor, action: str = "None") -> None:
         """Ends a step."""
-        self.actions.append(action)
         self.losses.append(loss)
-        steps = len(self.actions) - self.skip
-        if steps < 0 or steps % self.window:
+        if self._started is None:
+            if len(self.losses) >= self.skip:
+                self._start(device)
             return
+        self._pending.append(action)
+        if len(self._pending) == self.window:
+            fence(device)
+            self.windows_ms.append((time.perf_counter() - self._started) * 1e3 / self.window)
+            self.timed_actions.update(self._pending)
+            self._start(device)
+
+    def _start(self, device: torch.device) -> None:
+        """Begins a window, and forgets one that has not ended."""
+        self._pending.clear()
         fence(device)
-        now = time.perf_counter()
-        if steps:
-            self.windows_ms.append((now - self._started) * 1e3 / self.window)
-        # Read again: what this hook does between two windows belongs to neither.
+        # Read last: what is done between two windows belongs to neither.
         self._started = time.perf_counter()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -60,12 +73,6 @@ class StepClock(Callback):
                 "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
                 "reserved_at_end_bytes": torch.cuda.memory_reserved(),
             }
-
-    @property
-    def timed_actions(self) -> dict[str, int]:
-        """How often each action ran inside the windows."""
-        timed = self.actions[self.skip : self.skip + self.window * len(self.windows_ms)]
-        return dict(Counter(str(action) for action in timed))
 
 
 @dataclass

@@ -43,7 +43,7 @@ def train(
     with torch.cuda.stream(side):
         for step in range(WARMUP):
             _copy(static, first if step == 0 else next(feed))
-            clock.tick(device, iteration(static).detach().clone(), None)
+            clock.tick(device, iteration(static).detach().clone())
     torch.cuda.current_stream(device).wait_stream(side)
     # Without gradients at its start, the capture allocates them in the graph's own memory.
     iteration.optimizer.zero_grad(set_to_none=True)
@@ -53,7 +53,7 @@ def train(
     for batch in feed:
         _copy(static, batch)
         graph.replay()
-        clock.tick(device, loss.detach().clone(), None)
+        clock.tick(device, loss.detach().clone())
     clock.end(device)
 
 

@@ -210,6 +210,77 @@ def sweep(content: dict[str, Any]) -> str:
     return "\n".join([content["settings"]["what"], "", *_table([_spelt(name) for name in headers], rows)])
 
 
+def zoo(content: dict[str, Any]) -> str:
+    """Renders the zoo: its shares, a row for each model and precision, and what did not run."""
+    settings, shares = content["settings"], content["summary"]
+    sentences = [
+        f"Each model and precision is trained for {settings['steps']} steps inside `Trainer.fit`, natively, natively"
+        " again as the control, and with replay; first with deterministic algorithms, then without. Compared as bits:"
+        " losses of all steps, gradients of the last, weights, buffers and random generators.",
+        f"Of {shares['ran']} that ran, {_share(shares['replay_some_region'])} replay some region and"
+        f" {_share(shares['replay_whole_network'])} their whole network.",
+        f"With deterministic algorithms: {_counts(shares['deterministic'])}; without: {_counts(shares['free'])}.",
+        f"The speed-up is a single run of small networks, the median of the last {settings['timed_steps']} steps, each"
+        f" fenced, with {settings['jobs']} processes side by side: a hint, not a measurement.",
+    ]
+    lines = [" ".join(sentences), ""]
+    if not content["complete"]:
+        lines += ["**The run was cut short.**", ""]
+    rows, others = [], []
+    for row in content["rows"]:
+        if "replayed" not in row:
+            others.append(f"- {row['model']}, {row['precision']}: {row.get('not_run') or row['error']}")
+            continue
+        strict, free = row["deterministic"], row["free"]
+        named = [f"`{region}`" for region in row["regions"][:3]]
+        more = [f"{len(row['regions']) - 3} more"] if len(row["regions"]) > 3 else []
+        partly = f": {', '.join(named + more)}" if row["replayed"] == "some regions" else ""
+        rows.append(
+            [
+                row["model"],
+                row["precision"],
+                row["replayed"] + partly,
+                f"{free['steps_replayed']} of {free['steps']}",
+                ", ".join(f"`{reason}` {count}" for reason, count in row["reasons_needing_cure"].items()),
+                f"{strict['verdict']}{' (warn)' if strict['mode'] == 'warn' else ''}",
+                free["verdict"],
+                f"{row['speed_up']:.2f}",
+            ]
+        )
+    headers = ["model", "precision", "replayed", "steps", "native because", "deterministic", "else", "speed-up"]
+    lines += _table(headers, rows)
+    return "\n".join(lines + (["", "Did not run:", "", *others] if others else []))
+
+
+def statemachine(content: dict[str, Any]) -> str:
+    """Renders a run of the state machine."""
+    settings, actions = content["settings"], content["actions"]
+    rows = [
+        ["sequences of events", str(content["sequences"])],
+        ["steps compared as bits", str(content["steps"])],
+        ["of them replayed", str(actions["replay"])],
+        ["events", str(sum(content["events"].values()))],
+        ["kinds of events", str(len(content["events"]))],
+        ["sequences ended by a declared error", str(sum(content["ended_by_a_declared_error"].values()))],
+        ["differences from native", str(content["differences"])],
+    ]
+    intro = (
+        f"Random sequences of {settings['events']} events (seed {settings['seed']}): each changes something that a"
+        " recording depends on, in a native and in a replayed training, which are compared after every step."
+    )
+    return "\n".join([intro, "", *_table(["what", "count"], rows)])
+
+
+def mutation(content: dict[str, Any]) -> str:
+    """Renders which event or test notices that a guard is switched off."""
+    rows = [[row["guard"], _cell(row["caught_by"] or "**nothing**")] for row in content["guards"]]
+    intro = (
+        f"Each of {len(rows)} guards was switched off in turn; {len(content['unnoticed'])} went unnoticed. The first"
+        " event of the state machine after which replay and native differ, or the first test that fails:"
+    )
+    return "\n".join([intro, "", *_table(["guard switched off", "noticed by"], rows)])
+
+
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step_time": step_time,
     "parity": parity,
@@ -218,6 +289,12 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "omission": summary,
     "update_time": summary,
     "sweep": sweep,
+    "detection": summary,
+    "zoo": zoo,
+    "host_cost": summary,
+    "soak": summary,
+    "statemachine": statemachine,
+    "mutation": mutation,
 }
 
 
@@ -244,6 +321,19 @@ def _spelt(arm: str) -> str:
 
 def _table(headers: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in [headers, ["---"] * len(headers), *rows]]
+
+
+def _cell(text: str) -> str:
+    """Makes text that nobody wrote for a table fit into one."""
+    return " ".join(text.replace("|", "/").replace("`", "'").split())
+
+
+def _share(value: float | None) -> str:
+    return "none" if value is None else f"{value:.0%}"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in counts.items()) or "nothing"
 
 
 def _ratio(value: float | None) -> str:

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import statistics
+import tempfile
 import time
 import traceback
 import warnings
@@ -43,6 +44,13 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arm", choices=NAMES, required=True)
     parser.add_argument("--out", required=True)
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        default=0,
+        help="of a complete fit: strictly deterministic, validated after each epoch, a checkpoint at its end; 0: one"
+        " epoch of steps and nothing else",
+    )
     add_common(parser)
     return parser
 
@@ -99,6 +107,8 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
     gc.collect()
     module = workload.make_module(options.update == "fused")
     loader, _ = cycled(workload.make_batches(), options.steps, device)
+    validation = workload.make_validation() if options.epochs else ()
+    held_out, _ = cycled(validation, len(validation), device)
     memory: dict[str, int] = {}
     if device.type == "cuda":
         # Peaks are counted from here: batches on the device, the module not yet.
@@ -115,7 +125,7 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
         full_iteration.train(module, loader, options.precision, options.clip, clock)
         of_lightning = {}
     else:
-        of_lightning = _fit_lightning(options, module, loader, clock)
+        of_lightning = _fit_lightning(options, module, loader, held_out, clock)
     fence(device)
     seconds = time.perf_counter() - started
     parameters = list(module.parameters())
@@ -135,7 +145,7 @@ def _fit(options: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def _fit_lightning(
-    options: argparse.Namespace, module: LightningModule, loader: DataLoader, clock: StepClock
+    options: argparse.Namespace, module: LightningModule, loader: DataLoader, held_out: DataLoader, clock: StepClock
 ) -> dict[str, Any]:
     """Fits with a Trainer and returns what only such a fit can tell."""
     if options.log == "loss":
@@ -150,7 +160,8 @@ def _fit_lightning(
         devices=1,
         precision=None if plugins else options.precision,
         plugins=plugins or None,
-        max_epochs=1,
+        max_epochs=options.epochs or 1,
+        deterministic=bool(options.epochs),
         accumulate_grad_batches=options.accumulate,
         gradient_clip_val=None if options.arm in UNCLIPPED_ARMS else options.clip or None,
         benchmark=False,
@@ -161,11 +172,15 @@ def _fit_lightning(
         num_sanity_val_steps=0,
         callbacks=[*callbacks, clock],
     )
-    trainer.fit(module, loader)
+    trainer.fit(module, loader, held_out if len(held_out) else None)
+    if options.epochs:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.save_checkpoint(Path(folder) / "last.ckpt")
     report = getattr(trainer.strategy, "report", None)
     return {
         **_host(times, options.skip),
         "norm_replays": _norm_replays(trainer),
+        "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
         "report": plain(report().as_dict()) if callable(report) else None,
     }
 

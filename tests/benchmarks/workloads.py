@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from tests.benchmarks.detector import Detector
+from tests.benchmarks.photographs import detection_batches
 from tests.helpers.models import (
     GPTModule,
     MLPModule,
@@ -28,11 +30,13 @@ class Workload:
         what: the workload in words, for the receipt.
         make_module: takes ``fused``, whether AdamW is to be the fused one.
         make_batches: gives the batches that are cycled through.
+        make_validation: gives the batches that a complete fit validates on.
     """
 
     what: str
     make_module: Callable[[bool], LightningModule]
     make_batches: Callable[[], Sequence[Sequence[Tensor]]]
+    make_validation: Callable[[], Sequence[Sequence[Tensor]]] = tuple
 
 
 class Empty(LightningModule):
@@ -83,6 +87,18 @@ WORKLOADS = {
         lambda: token_batches(32),
     ),
     "empty": Workload("an empty step of one parameter", Empty, lambda: feature_batches(1, 1)),
+    "detector": Workload(
+        "one-stage detector of about 400 parameters, batch 4, 640 px, photographs with shapes drawn on them",
+        lambda fused: Detector(fused=fused),
+        lambda: detection_batches(640),
+        lambda: detection_batches(640, count=2, seed=1),
+    ),
+    "tiny_detector": Workload(
+        "one-stage detector, one block a stage, batch 2, 64 px",
+        lambda fused: Detector((1, 1, 1, 1), width=4, fused=fused),
+        lambda: detection_batches(64, 2, count=2),
+        lambda: detection_batches(64, 2, count=1, seed=1),
+    ),
     # Small enough for a CPU: for trying the harness, not for figures.
     "tiny": Workload(
         "MLP, 6 hidden layers of 16, batch 4",
