@@ -26,9 +26,9 @@ __all__ = [
     "__version__",
 ]
 
-if ReplayStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(
-        ReplayStrategy.strategy_name,
-        ReplayStrategy,
-        description="Replays training steps as CUDA graphs on a single device",
-    )
+# A class path without arguments reaches the Trainer from LightningCLI as a string, which it lower-cases and looks up.
+for _name in (ReplayStrategy.strategy_name, "replaystrategy", "lightning_replay.replaystrategy"):
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(
+            _name, ReplayStrategy, description="Replays training steps as CUDA graphs on a single device"
+        )

@@ -84,6 +84,30 @@ def test_the_text_is_readable_with_and_without_rich(capsys, monkeypatch, with_ri
         assert text in printed
 
 
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("cuda", "needed"), [(None, "a CUDA device and a torch built for CUDA,"), ("13.0", "a CUDA device,")]
+)
+def test_without_a_gpu_the_text_says_what_one_would_change(capsys, monkeypatch, cuda, needed):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert command.main([]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("native: ") == 1
+    assert "native: every step" in printed
+    assert f"With {needed} training could be." in printed
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_an_unknown_lightning_is_not_cured_by_a_gpu(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(lightning, "__version__", "2.7.0")
+    assert command.main([]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("native: every step") == 2
+    assert "With a CUDA device" not in printed
+
+
 def test_it_runs_as_a_module():
     command_line = [sys.executable, "-m", "lightning_replay", "--json"]
     result = subprocess.run(command_line, capture_output=True, text=True, check=False)
