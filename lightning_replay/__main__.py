@@ -20,6 +20,8 @@ from lightning_replay.__about__ import __version__
 from lightning_replay.compat import check, load_contract
 from lightning_replay.reasons import Reason
 
+_EVERY_STEP = "every step"
+
 # What is native on every machine, by design.
 _ALWAYS_NATIVE = {
     "validation, test and predict": Reason.UNRECORDED_MODE,
@@ -55,7 +57,7 @@ def collect() -> dict[str, Any]:
     devices = cuda_devices()
     blocking = [] if verdict.known else [Reason.UNKNOWN_CONTRACT]
     blocking += [] if devices else [Reason.NO_CUDA]
-    native = [{"what": "every step", "why": reason.cause, "cure": reason.cure} for reason in blocking]
+    native = [{"what": _EVERY_STEP, "why": reason.cause, "cure": reason.cure} for reason in blocking]
     native += [{"what": what, "why": reason.cause, "cure": reason.cure} for what, reason in _ALWAYS_NATIVE.items()]
     return {
         "replayable": not blocking,
@@ -96,8 +98,10 @@ def show(facts: dict[str, Any]) -> None:
         for device in facts["cuda_devices"]
     ] or [("cuda devices", "none")]
     rows += [("contract", facts["contract"]["message"])]
-    rows += [(f"native: {entry['what']}", f"{entry['why']}\n{entry['cure']}") for entry in facts["native"]]
-    rows += [("verdict", "Training can be replayed here." if facts["replayable"] else "Nothing can be replayed here.")]
+    # Where every step is native, what else would be does not matter.
+    blocking = [entry for entry in facts["native"] if entry["what"] == _EVERY_STEP]
+    rows += [(f"native: {e['what']}", f"{e['why']}\n{e['cure']}") for e in blocking or facts["native"]]
+    rows += [("verdict", _verdict(facts))]
     try:
         from rich.console import Console
         from rich.table import Table
@@ -111,6 +115,17 @@ def show(facts: dict[str, Any]) -> None:
     for name, text in rows:
         table.add_row(Text(name), Text(text))
     Console().print(table)
+
+
+def _verdict(facts: dict[str, Any]) -> str:
+    """Say whether anything can be replayed, and what a GPU would change."""
+    if facts["replayable"]:
+        return "Training can be replayed here."
+    if facts["cuda_devices"] or not facts["contract"]["known"]:
+        return "Nothing can be replayed here."
+    if facts["versions"]["cuda"] is None:
+        return "Nothing can be replayed here. With a CUDA device and a torch built for CUDA, training could be."
+    return "Nothing can be replayed here. With a CUDA device, training could be."
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """The arguments of the strategy: what is accepted, and what a wrong one is told."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -64,7 +64,22 @@ def as_device(device: int | str | torch.device) -> torch.device:
     return made
 
 
-def named_module(root: torch.nn.Module, name: str) -> torch.nn.Module:
+def named_modules(root: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.nn.Module]:
+    """Returns the modules at dotted names, the root for "self".
+
+    Raises:
+        ValueError: If one of them does not exist, or lies inside another one, which would be recorded with it.
+    """
+    found = {name: _named_module(root, name) for name in names}
+    for inner, module in found.items():
+        for outer, other in found.items():
+            if inner != outer and any(part is module for part in other.modules()):
+                accepted = f"modules apart from each other, but {inner!r} lies inside {outer!r}"
+                raise ValueError(argument_message("modules", [*found], accepted, f"leave out {inner!r} or {outer!r}"))
+    return found
+
+
+def _named_module(root: torch.nn.Module, name: str) -> torch.nn.Module:
     """Returns the module at a dotted name, the root for "self".
 
     Raises:
@@ -72,7 +87,7 @@ def named_module(root: torch.nn.Module, name: str) -> torch.nn.Module:
     """
     if name == "self":
         return root
-    known: dict[str, torch.nn.Module] = dict(root.named_modules())
+    known: dict[str, torch.nn.Module] = dict(root.named_modules(remove_duplicate=False))
     if name not in known or not name:
         near = ", ".join(repr(path) for path in list(known)[1:12])
         raise ValueError(argument_message("modules", name, f"a name such as {near}", "use a name of named_modules()"))

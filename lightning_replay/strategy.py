@@ -29,7 +29,7 @@ from lightning_replay.arguments import (
     check_count,
     check_flag,
     check_names,
-    named_module,
+    named_modules,
 )
 from lightning_replay.compat import seams
 from lightning_replay.engine.backend import GraphBackend
@@ -294,8 +294,8 @@ class ReplayStrategy(SingleDeviceStrategy):
             )
             if self._fit_finding is None:
                 self._runner = self._make_runner(self._meet)
-                for name in self._modules or ():
-                    self._runner.add_region(name, named_module(module, name))
+                for name, named in named_modules(module, self._modules or ()).items():
+                    self._runner.add_region(name, named)
                 if self._scope != "network":
                     on_finding = self._meet if self._scope == "step" else self._count
                     self._whole_runner = self._make_runner(on_finding)
@@ -440,7 +440,7 @@ class ReplayStrategy(SingleDeviceStrategy):
 
     @property
     def last_action(self) -> StepAction:
-        """What the last training step was: "native", "record" (trained natively, then recorded) or "replay"."""
+        """What the last training step was, "native", "record" (trained natively, then recorded) or "replay"."""
         return self._last_action
 
     @property

@@ -8,8 +8,8 @@ contract check has already said so and nobody asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import lightning
 
@@ -61,33 +61,6 @@ def lightning_optimizers(trainer: Trainer) -> list[LightningOptimizer]:
     return list(trainer.strategy._lightning_optimizers)
 
 
-def is_native_closure(closure: Callable[[], Any]) -> bool:
-    """Tell whether an optimizer was given the inspected closure itself, not something around or instead of it."""
-    from lightning.pytorch.loops.optimization.automatic import Closure
-
-    return type(closure) is Closure
-
-
-def clears_gradients(closure: Callable[[], Any]) -> bool:
-    """Tell whether a native closure clears the gradients between forward and backward."""
-    return getattr(closure, "_zero_grad_fn", None) is not None
-
-
-def runs_backward(closure: Callable[[], Any]) -> bool:
-    """Tell whether a native closure runs a backward pass; it does not while SWA renews batch statistics."""
-    return getattr(closure, "_backward_fn", None) is not None
-
-
-def only_accumulates(trainer: Trainer) -> bool:
-    """Tell whether the current batch adds to the gradients without an optimizer step."""
-    return bool(trainer.fit_loop._should_accumulate())
-
-
-def skips_backward(trainer: Trainer) -> bool:
-    """Tell whether the loop was told to run forward passes only."""
-    return bool(trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
-
-
 def is_last_of_several(trainer: Trainer) -> bool:
     """Tell whether the current batch ends an epoch of more than one: the place of a ragged batch."""
     return bool(trainer.is_last_batch) and trainer.fit_loop.epoch_loop.batch_idx > 0
@@ -110,11 +83,6 @@ def takes_dataloader_iter(module: LightningModule) -> bool:
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
     return bool(is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True))
-
-
-def asks_for_sync_batchnorm(trainer: Trainer) -> bool:
-    """Tell whether ``Trainer(sync_batchnorm=True)`` was given; a single-device strategy never sees it."""
-    return trainer._accelerator_connector._layer_sync is not None
 
 
 def has_own_hook(owner: object, hook: str, parent: type) -> bool:

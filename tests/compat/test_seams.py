@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.compile import from_compiled
 
 from lightning_replay.compat import seams
@@ -19,63 +18,12 @@ from lightning_replay.compat import seams
 pytestmark = pytest.mark.matrix
 
 
-class Watching(SingleDeviceStrategy):
-    """Asks the seams at each training step and each optimizer step."""
-
-    def __init__(self):
-        super().__init__(device="cpu")
-        self.accumulating, self.closures, self.wrappers = [], [], []
-
-    def training_step(self, *args, **kwargs):
-        trainer = self.lightning_module.trainer
-        self.accumulating.append(seams.only_accumulates(trainer))
-        assert not seams.skips_backward(trainer)
-        return super().training_step(*args, **kwargs)
-
-    def optimizer_step(self, optimizer, closure, *args, **kwargs):
-        native = seams.is_native_closure(closure)
-        self.closures.append((native, seams.clears_gradients(closure), seams.runs_backward(closure)))
-        self.wrappers = seams.lightning_optimizers(self.lightning_module.trainer)
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)
-
-
-def fit(module, **options):
-    strategy = Watching()
-    options = {"limit_train_batches": 5, "limit_val_batches": 0, "max_epochs": 1, **options}
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    Trainer(strategy=strategy, accelerator="cpu", enable_model_summary=False, **quiet, **options).fit(module)
-    return strategy
-
-
-def test_a_closure_says_what_it_will_do():
-    strategy = fit(BoringModel())
-    assert strategy.accumulating == [False] * 5
-    assert strategy.closures == [(True, True, True)] * 5
-    (wrapper,) = strategy.wrappers
+def test_wrappers_of_the_optimizers_are_found():
+    trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
+    assert seams.lightning_optimizers(trainer) == []
+    trainer.fit(BoringModel())
+    (wrapper,) = seams.lightning_optimizers(trainer)
     assert type(wrapper).__name__ == "LightningSGD"
-
-
-def test_only_the_first_batch_of_a_window_clears_gradients():
-    strategy = fit(BoringModel(), accumulate_grad_batches=2)
-    # The fifth batch is the last one and steps alone.
-    assert strategy.accumulating == [True, False, True, False, False]
-    assert strategy.closures == [(True, False, True), (True, False, True), (True, True, True)]
-
-
-def test_a_wrapped_closure_is_not_native():
-    class Wraps(BoringModel):
-        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-            optimizer.step(closure=lambda: optimizer_closure())
-
-    assert {native for native, _, _ in fit(Wraps()).closures} == {False}
-
-
-def test_a_loop_without_backward_says_so():
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    assert not seams.skips_backward(trainer)
-    # What stochastic weight averaging sets while it renews batch statistics.
-    trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward = True
-    assert seams.skips_backward(trainer)
 
 
 def test_a_compiled_module_is_told_apart():
@@ -91,12 +39,6 @@ def test_a_step_that_fetches_its_own_batches_is_told_apart():
 
     assert seams.takes_dataloader_iter(Fetches())
     assert not seams.takes_dataloader_iter(BoringModel())
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_sync_batchnorm_is_heard_of(wanted):
-    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    assert seams.asks_for_sync_batchnorm(Trainer(sync_batchnorm=wanted, **options)) is wanted
 
 
 def test_own_hooks_are_told_apart_from_inherited_ones():

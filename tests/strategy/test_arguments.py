@@ -132,6 +132,40 @@ def test_unknown_module(given: str) -> None:
     assert "to do:" in str(caught.value)
 
 
+class Tied(Learner):
+    """Has one of its modules under a second name too."""
+
+    def __init__(self, net: torch.nn.Sequential) -> None:
+        super().__init__(net)
+        self.head = net[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "inner", "outer"),
+    [
+        (["net", "net.0"], "net.0", "net"),
+        (["net.0", "net"], "net.0", "net"),
+        (["self", "net"], "net", "self"),
+        (["net", "head"], "head", "net"),
+        (["net.2", "head"], "net.2", "head"),
+    ],
+)
+def test_a_module_inside_another_one(given: list[str], inner: str, outer: str) -> None:
+    trainer = Trainer(strategy=ReplayStrategy(modules=given, backend="tape"), devices=1, **QUIET)
+
+    with pytest.raises(ValueError, match="modules") as caught:
+        trainer.fit(Tied(mlp()), *loader(batches()))
+
+    check_message(caught.value, "modules", given, f"{inner!r} lies inside {outer!r}")
+
+
+def test_modules_apart_from_each_other_are_accepted() -> None:
+    strategy = ReplayStrategy(modules=["net.0", "net.2"], warmup_steps=1, backend="tape")
+    Trainer(strategy=strategy, devices=1, **QUIET).fit(Learner(mlp()), *loader(batches()))
+
+    assert {recording.region for recording in strategy.recordings} == {"net.0", "net.2"}
+
+
 def test_keywords_only() -> None:
     with pytest.raises(TypeError, match="positional"):
         ReplayStrategy(None, "network")  # type: ignore[misc]
