@@ -2,20 +2,28 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """Compare a trial replay with native runs of the same call from the same state."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import contextlib
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_replay.engine.bits import first_difference, same_bits
 
-MAX_NATIVE_RUNS = 3
-"""Native runs, beside the step that trained, spent on telling nondeterminism from error."""
+MAX_NATIVE_RUNS = 4
+"""Native runs beside the step that trained that one recording may cost, the one before its capture included."""
+
+SHOWN_SPREAD = 4
+"""How many times the distance between a few native runs others may be apart: each of many tensors is a draw."""
 
 Trial = dict[str, Tensor | None]
 """Every value that one run of a call produced, by dotted name: results, gradients, written buffers."""
+
+_ALERT = re.compile(r"(.+?) (?:does not have a deterministic implementation|defaults to a non-deterministic algorithm)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +31,47 @@ class Verdict:
     """The outcome of a certification.
 
     Attributes:
-        equal: "bitwise", "nondeterministic" (as close as native runs are to each other) or "off".
-        difference: The first difference, if the replay must not be used.
+        equal: "bitwise", "nondeterministic" (as close as native runs are to each other) or "off"; empty if the replay
+            must not be used.
+        where: Dotted name of the first value that differs.
+        difference: Its first difference.
+        operations: Operations that declare themselves nondeterministic.
     """
 
     equal: Literal["bitwise", "nondeterministic", "off", ""]
+    where: str = ""
     difference: str = ""
-    names: list[str] = field(default_factory=list)
+    operations: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def nondeterminism_alerts() -> Iterator[list[str]]:
+    """Collects, for the length of a block, the operations by which torch promises no equal results.
+
+    Torch tells only while deterministic algorithms are asked for, and of some operations only once a process.
+
+    Yields:
+        A list that holds their names at the end.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic  # a module that has properties
+    fills = settings.fill_uninitialized_memory
+    always = torch.is_warn_always_enabled()
+    names: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        settings.fill_uninitialized_memory = False
+        torch.set_warn_always(True)
+        try:
+            yield names
+        finally:
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+            settings.fill_uninitialized_memory = fills
+            torch.set_warn_always(always)
+            alerts = (_ALERT.match(str(warning.message)) for warning in caught)
+            names.extend(dict.fromkeys(alert[1] for alert in alerts if alert is not None))
 
 
 def differences(left: Trial, right: Trial) -> dict[str, str]:
@@ -50,36 +92,45 @@ def certify(
     native: Sequence[Trial],
     replay: Trial,
     run_native: Callable[[], Trial],
-    repeats: bool,
+    find_declared: Callable[[], Sequence[str]],
 ) -> Verdict:
     """Judges a trial replay.
 
+    Where native makes no promise, none can be kept: a difference no larger than those among native runs, or than what
+    another order of a sum makes, is accepted then. Native makes none where an operation declares itself
+    nondeterministic, even if native runs happen to be equal, and where they are seen to differ, unless deterministic
+    algorithms are on.
+
     Args:
         mode: "bitwise" accepts nothing but equal bits.
-        native: Native runs of the same call made already: the step that trained, and the warm-up.
+        native: Native runs of the same call made already: the step that trained, which may lack values, and the
+            warm-up.
         replay: The trial replay from the same state.
         run_native: Makes another native run from the same state.
-        repeats: Native promises to repeat itself: deterministic algorithms are on.
+        find_declared: Makes another one that names the operations that declare themselves nondeterministic.
 
     Returns:
-        Equal bits with every native run, or a distance within native's own spread where native makes no promise.
+        Whether the replay may be used, and otherwise the first difference.
     """
     different = {name: text for run in native for name, text in differences(run, replay).items()}
     if not different:
         return Verdict("bitwise")
     name, text = next(iter(different.items()))
-    refused = Verdict("", f"{name}: native and replay have {text}", list(different))
-    if mode == "bitwise" or repeats or any("None" in text for text in different.values()):
+    refused = Verdict("", name, f"native and replay have {text}")
+    if mode == "bitwise" or any("None" in text for text in different.values()):
         return refused
-    runs = list(native)
-    while len(runs) < MAX_NATIVE_RUNS:
-        runs.append(run_native())
+    operations = tuple(find_declared())
+    if not operations and torch.are_deterministic_algorithms_enabled():
+        return refused
+    runs = [*native, *(run_native() for _ in range(MAX_NATIVE_RUNS - 2))]
     for name in different:
-        distance = min(_distance(run[name], replay[name]) for run in runs)
-        spread = max(_distance(a[name], b[name]) for a in runs for b in runs)
-        if distance > max(4 * spread, _rounding(runs[0][name])):
-            return refused
-    return Verdict("nondeterministic", names=list(different))
+        values = [run[name] for run in runs if name in run]
+        distance = min(_distance(value, replay[name]) for value in values)
+        spread = max(_distance(a, b) for a in values for b in values)
+        promised = not operations and not spread
+        if promised or distance > max(SHOWN_SPREAD * spread, _rounding(values[0])):
+            return Verdict("", name, f"native and replay have {different[name]}")
+    return Verdict("nondeterministic", operations=operations)
 
 
 def _kind(value: Tensor | None) -> str:
@@ -98,5 +149,4 @@ def _rounding(value: Tensor | None) -> float:
     assert value is not None
     if not value.is_floating_point() or not value.numel():
         return 0.0
-
     return 16 * torch.finfo(value.dtype).eps * float(value.double().abs().max())

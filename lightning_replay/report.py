@@ -20,7 +20,9 @@ class RecordingStats:
         signature: The tensor arguments it was recorded for.
         capture_seconds: Time from the end of the native step to the certified recording.
         pool_bytes: Device memory of its pool, shared by the recordings of one call position.
-        certified: "bitwise", "nondeterministic" or "off".
+        certified: "bitwise", "nondeterministic" (exact up to native nondeterminism) or "off".
+        native_runs: Native runs that were made for it, beside the step that trained.
+        nondeterministic: If it is not equal to native bit for bit, the operations that torch says never are.
         replays: How often it was replayed.
         native_ms: Milliseconds of a native step with a batch of the same shapes; None unless a `ReplayMonitor`
             measured. It is a median of the host's wall time from one step's start to the next one's.
@@ -33,6 +35,8 @@ class RecordingStats:
     capture_seconds: float
     pool_bytes: int
     certified: str
+    native_runs: int = 0
+    nondeterministic: tuple[str, ...] = ()
     replays: int = 0
     native_ms: float | None = None
     replay_ms: float | None = None
@@ -128,6 +132,10 @@ class ReplayReport:
                 f"gradient norm: {self.norm_replays} replayed ({self.norm_copied} on copies),"
                 f" {sum(self.norm_native.values())} native{f' ({native})' if native else ''}"
             )
+        for recording in self.recordings:
+            if recording.certified == "nondeterministic":
+                names = ", ".join(recording.nondeterministic) or "native runs differ from each other"
+                lines.append(f"{recording.region}: exact up to native nondeterminism ({names})")
         if (saved := self.estimated_seconds_saved) is not None:
             steps = self.break_even_step
             repaid = "never repaid" if steps is None else f"repaid by {steps} replayed steps"

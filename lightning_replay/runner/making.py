@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_replay.certification import Trial, Verdict, certify
+from lightning_replay.certification import Trial, Verdict, certify, nondeterminism_alerts
 from lightning_replay.dispatch import Engaged, Region
 from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.layout import clone_exactly
@@ -115,7 +115,11 @@ class Maker:
             def constants() -> contextlib.AbstractContextManager[Any]:
                 return inspector.constants if inspector.constants.needed else contextlib.nullcontext()
 
-            def run_native(watch: bool) -> tuple[Reference, Trial]:
+            native_runs = 0
+
+            def run_native(watch: bool = False) -> tuple[Reference, Trial]:
+                nonlocal native_runs
+                native_runs += 1
                 sample.before.restore()
                 inspector.begin()
                 with inspector if watch and inspects else constants():
@@ -125,6 +129,13 @@ class Maker:
                     sample, reference.outputs, reference.gradients, reference.input_gradients, trainable
                 )
                 return reference, trial
+
+            def find_declared() -> list[str]:
+                if not inspects:  # a compiled module would be compiled again
+                    return []
+                with nondeterminism_alerts() as names, contextlib.suppress(CaptureError):  # other kernels may wait
+                    run_native()
+                return names
 
             reference, first = run_native(watch=True)
             if inspects and inspector.difference is not None:
@@ -141,10 +152,11 @@ class Maker:
             _check_memory(region, parameters, trainable, leaves)
             verdict = Verdict("off")
             if self._certify != "off":
-                verdict = self._try_replay(sample, recording, first, lambda: run_native(watch=False)[1], trainable)
+                verdict = self._try_replay(sample, recording, first, lambda: run_native()[1], find_declared, trainable)
         with _keeping([buffer for buffer in region.buffers.buffers if buffer is not None]):
             publication = Publication(self._backend, recording.pool, region.buffers, recording.gradients)
         stats = RecordingStats(region.name, sample.signature, 0.0, recording.pool.bytes(), verdict.equal)
+        stats.native_runs, stats.nondeterministic = native_runs, verdict.operations
         trace = inspector.trace if inspects else None
         return Engaged(
             recording, publication, stats, trace, last_used=step, verified_step=step, input_uses=sample.input_uses
@@ -178,20 +190,32 @@ class Maker:
         input_gradients: list[Tensor | None],
         trainable: list[int],
     ) -> Trial:
-        """Collects what a run produced, by dotted name. Only buffers are copied: they will be put back."""
+        """Collects what a run produced, by dotted name."""
         region = sample.region
         assert region.state is not None
         names = list(region.state.parameters)
-        trial: Trial = {f"{region.name}()[{i}]": output for i, output in enumerate(outputs)}
-        trial |= {f"{names[i]}.grad": gradient for i, gradient in zip(trainable, gradients, strict=True)}
+        trial: Trial = {f"{names[i]}.grad": gradient for i, gradient in zip(trainable, gradients, strict=True)}
         trial |= {f"{path}.grad": gradient for path, gradient in zip(sample.call.paths, input_gradients, strict=True)}
+        return self._forward_trial(sample, outputs) | trial
+
+    def _forward_trial(self, sample: Sample, outputs: list[Tensor]) -> Trial:
+        """Collects what a forward pass produced. Only buffers are copied: they will be put back."""
+        region = sample.region
+        assert region.state is not None
+        trial: Trial = {f"{region.name}()[{i}]": output for i, output in enumerate(outputs)}
         for name, buffer in region.state.buffers.items():
             trial[name] = buffer.detach().clone()
         trial["the device's random state"] = self._backend.random_state()
         return trial
 
     def _try_replay(
-        self, sample: Sample, recording: Recording, first: Trial, run_native: Callable[[], Trial], trainable: list[int]
+        self,
+        sample: Sample,
+        recording: Recording,
+        first: Trial,
+        run_native: Callable[[], Trial],
+        find_declared: Callable[[], Sequence[str]],
+        trainable: list[int],
     ) -> Verdict:
         """Replays a fresh recording once from the state of the sample, and compares with native.
 
@@ -204,18 +228,11 @@ class Maker:
         gradients = [recording.gradients[i] for i in trainable]
         replay = self._trial(sample, outputs, gradients, recording.input_gradients, trainable)
         sample.after.restore()
-        trained = self._trial(sample, sample.outputs, gradients, recording.input_gradients, trainable)
-        verdict = certify(
-            "bitwise" if self._certify == "bitwise" else "auto",
-            [trained, first],
-            replay,
-            run_native,
-            repeats=torch.are_deterministic_algorithms_enabled(),
-        )
+        trained = self._forward_trial(sample, sample.outputs)  # its gradients are part of larger sums
+        mode: Literal["auto", "bitwise"] = "bitwise" if self._certify == "bitwise" else "auto"
+        verdict = certify(mode, [trained, first], replay, run_native, find_declared)
         if not verdict.equal:
-            raise CaptureError(
-                Finding(Reason.MISMATCH, sample.region.name, "a replay equal to native", verdict.difference)
-            )
+            raise CaptureError(Finding(Reason.MISMATCH, verdict.where, "a replay equal to native", verdict.difference))
         return verdict
 
 

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Nondeterminism is told apart from error, at no more than a few native runs."""
+
+import itertools
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_replay import Reason, ReplayReport
+from lightning_replay.certification import MAX_NATIVE_RUNS, Trial, Verdict, certify, nondeterminism_alerts
+from lightning_replay.engine.recording import Recording
+from tests.parity.harness import STEPS, WARM_UP, Arm, Learner, batches, mlp, tape
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _flags() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+class Judge:
+    """Certifies a replay of one value; native runs give `native` and then `later`, in turn."""
+
+    def __init__(self, native: float | None, *later: float, declared: Sequence[str] = ()) -> None:
+        self.native = native
+        self.later = itertools.cycle(later or (native,))
+        self.declared = declared
+        self.runs = 1  # the one before the capture
+
+    def __call__(self, replay: float | None, mode: Any = "auto") -> Verdict:
+        trained: Trial = {"net()[0]": torch.ones(2)}
+        return certify(mode, [trained, self.trial(self.native)], self.trial(replay), self.run, self.find_declared)
+
+    @staticmethod
+    def trial(value: float | None) -> Trial:
+        gradient = None if value is None else torch.tensor([4.0, value])
+        return {"net()[0]": torch.ones(2), "net.weight.grad": gradient}
+
+    def run(self) -> Trial:
+        self.runs += 1
+        return self.trial(next(self.later))
+
+    def find_declared(self) -> Sequence[str]:
+        self.runs += 1
+        return self.declared
+
+
+def test_equal_bits_need_no_further_run() -> None:
+    judge = Judge(1.0, 2.0, declared=["add"])
+
+    assert judge(1.0) == Verdict("bitwise")
+    assert judge.runs == 1
+
+
+def test_an_error_names_the_value_and_the_numbers() -> None:
+    verdict = Judge(1.0)(1.5)
+
+    assert not verdict.equal
+    assert verdict.where == "net.weight.grad"
+    assert "1.0 and 1.5 at index [1]" in verdict.difference
+
+
+def test_native_that_repeats_itself_proves_nothing_where_an_operation_declares() -> None:
+    judge = Judge(1.0, declared=["some_backward"])
+
+    assert judge(1.0 + 1e-6) == Verdict("nondeterministic", operations=("some_backward",))
+    assert judge.runs == MAX_NATIVE_RUNS
+
+
+def test_a_small_difference_is_an_error_where_no_operation_declares() -> None:
+    assert not Judge(1.0)(1.0 + 1e-6).equal
+
+
+@pytest.mark.parametrize("declared", [(), ("some_backward",)], ids=["seen", "declared"])
+def test_native_differs_from_itself(declared: tuple[str, ...]) -> None:
+    assert Judge(1.0, 1.5, 2.0, declared=declared)(1.7) == Verdict("nondeterministic", operations=declared)
+    assert not Judge(1.0, 1.5, 2.0, declared=declared)(9.0).equal
+
+
+def test_native_that_promises_to_repeat_itself() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+    assert not Judge(1.0, 1.5)(1.2).equal
+    assert Judge(1.0, 1.5, declared=["some_backward"])(1.2).equal == "nondeterministic"
+
+
+def test_bitwise_accepts_nothing_else() -> None:
+    judge = Judge(1.0, 1.5, declared=["some_backward"])
+
+    assert not judge(1.2, "bitwise").equal
+    assert judge.runs == 1
+
+
+@pytest.mark.parametrize(("native", "replay"), [(None, 0.0), (0.0, None)])
+def test_no_gradient_is_not_zero(native: float | None, replay: float | None) -> None:
+    verdict = Judge(native, 0.0, declared=["some_backward"])(replay)
+
+    assert not verdict.equal
+    assert "None" in verdict.difference
+
+
+# -- what torch says -----------------------------------------------------------------------------------------------
+
+
+def put(values: Tensor) -> Tensor:
+    """Declares itself nondeterministic, on a CPU too."""
+    return torch.zeros_like(values).put_(torch.arange(values.numel()), values.detach())
+
+
+@pytest.mark.parametrize("mode", [(False, False), (True, True), (True, False)], ids=["off", "warn", "on"])
+def test_alerts_are_collected_and_leave_no_trace(mode: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+    shown, always = warnings.showwarning, torch.is_warn_always_enabled()
+
+    for _ in range(2):
+        with nondeterminism_alerts() as names:
+            put(torch.ones(3))
+            put(torch.ones(3))
+            torch.ones(3).mul(2)
+            warnings.warn("a sentence of the user's about deterministic algorithms", stacklevel=1)
+        assert names == ["put_"]
+
+    assert torch.are_deterministic_algorithms_enabled() == mode[0]
+    assert torch.is_deterministic_algorithms_warn_only_enabled() == mode[1]
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert (warnings.showwarning, torch.is_warn_always_enabled()) == (shown, always)
+
+
+# -- whole fits ----------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("lightning_replay_tests", "DEF")
+_library.define("unsteady(Tensor values, float size) -> Tensor")
+_noise = itertools.count()
+
+
+def _unsteady(values: Tensor, size: float) -> Tensor:
+    """Adds something else in every run, as sums in no fixed order do."""
+    return values + size * (next(_noise) % 3)
+
+
+_library.impl("unsteady", _unsteady, "CompositeExplicitAutograd")
+
+
+class Unsteady(nn.Module):
+    def __init__(self, size: float, declares: bool) -> None:
+        super().__init__()
+        self.net = mlp(dropout=0.0)
+        self.size, self.declares = size, declares
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.declares:
+            inputs = put(inputs)
+        return self.net(torch.ops.lightning_replay_tests.unsteady(inputs, self.size))
+
+
+class Undetermined(Learner):
+    """Trains without deterministic algorithms, as a fit does by default."""
+
+    def on_fit_start(self) -> None:
+        torch.use_deterministic_algorithms(False)
+
+
+def fit(size: float, declares: bool, learner: type[Learner] = Learner, **options: Any) -> ReplayReport:
+    """Fits with `deterministic="warn"`."""
+    arm = Arm(lambda: learner(Unsteady(size, declares)), batches(), tape(modules=["net"], **options))
+    assert arm.error is None, arm.error
+    assert arm.trace is not None
+    return arm.trace.report
+
+
+def test_declared_nondeterminism_is_replayed_and_reported() -> None:
+    report = fit(1e-3, True)
+
+    (recording,) = report.recordings
+    assert report.steps_replayed == STEPS - WARM_UP - 1
+    assert recording.certified == "nondeterministic"
+    assert recording.nondeterministic == ("put_",)
+    assert recording.native_runs == MAX_NATIVE_RUNS
+    assert "net: exact up to native nondeterminism (put_)" in str(report)
+    assert report.as_dict()["recordings"][0]["nondeterministic"] == ("put_",)
+
+
+def test_bitwise_keeps_it_native() -> None:
+    report = fit(1e-3, True, certify="bitwise")
+
+    assert report.steps_replayed == 0
+    assert Reason.MISMATCH in report.reasons
+
+
+def test_undeclared_nondeterminism_is_an_error_under_deterministic_algorithms() -> None:
+    report = fit(1e-3, False)
+
+    assert report.steps_replayed == 0
+    assert "where:    net()[0]" in report.messages[Reason.MISMATCH]
+    assert "at index [0, 0]" in report.messages[Reason.MISMATCH]
+
+
+def test_an_ordinary_recording_costs_one_native_run() -> None:
+    (recording,) = fit(0.0, True).recordings
+
+    assert (recording.certified, recording.native_runs, recording.nondeterministic) == ("bitwise", 1, ())
+
+
+@pytest.mark.parametrize("wrong", ["forward", "backward"])
+def test_a_wrong_recording_is_an_error_whatever_declares_itself(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = Recording.forward, Recording.backward
+
+    def wrong_forward(self: Recording, inputs: Any) -> Any:
+        return [output * 1.5 for output in forward(self, inputs)]
+
+    def wrong_backward(self: Recording, cotangents: Any) -> None:
+        backward(self, cotangents)
+        for gradient in self.gradients:
+            if gradient is not None:
+                gradient.mul_(1.5)
+
+    monkeypatch.setattr(Recording, wrong, wrong_forward if wrong == "forward" else wrong_backward)
+    for learner in (Learner, Undetermined):
+        report = fit(0.0, True, learner)
+        assert report.steps_replayed == 0
+        assert Reason.MISMATCH in report.reasons
+
+
+def test_nondeterminism_that_is_seen() -> None:
+    report = fit(1e-3, False, Undetermined)
+
+    (recording,) = report.recordings
+    assert (recording.certified, recording.nondeterministic) == ("nondeterministic", ())
+    assert "native runs differ from each other" in str(report)
