@@ -538,6 +538,24 @@ def test_a_hook_gets_its_own_gradient() -> None:
     assert strategy.report().steps_replayed == STEPS - 4
 
 
+def test_hooks_of_several_parameters_run_in_another_order() -> None:
+    class Ordered(Regression):
+        def __init__(self) -> None:
+            super().__init__(make_net())
+            self.order: list[str] = []
+            for name, parameter in self.net.named_parameters():
+                parameter.register_hook(lambda gradient, name=name: self.order.append(name))
+
+    strategy = replaying()
+    native, replayed = fit(Ordered, "auto").order, fit(Ordered, strategy).order
+    hooks = len(native) // STEPS
+
+    assert strategy.report().steps_replayed == STEPS - 4
+    assert replayed[: 4 * hooks] == native[: 4 * hooks]
+    assert replayed[-hooks:] != native[-hooks:]
+    assert sorted(replayed[-hooks:]) == sorted(native[-hooks:])
+
+
 def test_a_hook_on_the_node_of_a_parameter_does_not_run() -> None:
     class Keeping(Regression):
         def __init__(self) -> None:
