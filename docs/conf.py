@@ -19,6 +19,8 @@ release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["evidence/pictures.md"]  # a part of evidence/index.md
 
+highlight_language = "none"  # unless a block names its language
+
 html_theme = "furo"
 html_title = f"lightning_replay {release}"
 # Nothing of the time or the machine of a build goes into the pages.

@@ -28,7 +28,8 @@ class Regression(LightningModule):
 
 def main() -> ReplayReport:
     inputs = torch.randn(640, 8)
-    loader = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=16)
+    targets = inputs.sum(dim=1, keepdim=True)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=16)
     cuda = torch.cuda.is_available()
     strategy = ReplayStrategy(backend="cuda" if cuda else "tape")
     trainer = Trainer(

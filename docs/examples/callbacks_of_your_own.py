@@ -63,7 +63,8 @@ class Regression(LightningModule):
 def train(strategy: Any, accelerator: str) -> tuple[KeepGradients, Average, CountActions]:
     torch.manual_seed(0)
     inputs = torch.randn(640, 8)
-    loader = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=32)
+    targets = inputs.sum(dim=1, keepdim=True)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=32)
     callbacks = KeepGradients(), Average(), CountActions()
     trainer = Trainer(
         strategy=strategy,

@@ -17,7 +17,7 @@ class Regression(LightningModule):
     def __init__(self, compiler: str) -> None:
         super().__init__()
         net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
-        # The network, not the LightningModule. No mode="reduce-overhead": that would make CUDA graphs of its own.
+        # The network, not the LightningModule, and no mode that makes CUDA graphs of its own.
         self.net = torch.compile(net, backend=compiler)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -30,8 +30,9 @@ class Regression(LightningModule):
 
 def main(compiler: str = "inductor") -> ReplayReport:
     inputs = torch.randn(640, 8)
+    targets = inputs.sum(dim=1, keepdim=True)
     # A smaller last batch would make torch.compile compile once more.
-    loader = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=32, drop_last=True)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=32, drop_last=True)
     cuda = torch.cuda.is_available()
     strategy = ReplayStrategy(backend="cuda" if cuda else "tape")
     trainer = Trainer(

@@ -20,7 +20,8 @@ STEPS = 12
 class MyModel(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1))
+        hidden = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1))
+        self.net = nn.Sequential(hidden, nn.Linear(32, 1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         inputs, targets = batch
@@ -33,7 +34,8 @@ class MyModel(LightningModule):
 def fit(strategy: Any) -> LightningModule:
     seed_everything(0, verbose=False)
     inputs = torch.randn(8 * STEPS, 8)
-    loader = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=8)
+    targets = inputs.sum(dim=1, keepdim=True)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=8)
     model = MyModel()
     trainer = Trainer(
         strategy=strategy,
@@ -50,7 +52,7 @@ def fit(strategy: Any) -> LightningModule:
 
 
 def test_my_model_is_replayed() -> None:
-    # "error" stops at the first step that is native for a reason that needs a cure, and says where and why.
+    # "error" stops at the first step that is native for a reason that needs a cure.
     strategy = ReplayStrategy(backend="tape", on_native="error")
     fit(strategy)
 
@@ -62,6 +64,7 @@ def test_my_model_trains_the_same() -> None:
     native, replayed = fit("auto"), fit(strategy)
 
     assert strategy.report().steps_replayed
+    weights = replayed.state_dict()
     for name, expected in native.state_dict().items():
         # Bytes, not values: torch.equal alone takes 0.0 for -0.0.
-        assert torch.equal(expected.view(torch.uint8), replayed.state_dict()[name].view(torch.uint8)), name
+        assert torch.equal(expected.view(torch.uint8), weights[name].view(torch.uint8)), name

@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch import Trainer
 from packaging.specifiers import SpecifierSet
 
-from lightning_replay import Reason, ReplayStrategy
-from tests.demo.examples import load_example
+from lightning_replay import Reason, ReplayMonitor, ReplayStrategy
+from tests.demo.examples import EXAMPLES, load_example
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -70,6 +70,32 @@ def test_spelling_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         cli = LightningCLI(BoringModel, run=False, args=["--config=config.yaml", "--trainer.accelerator=cpu"])
 
     assert type(cli.trainer.strategy) is ReplayStrategy
+
+
+def assert_configured(trainer: Trainer) -> None:
+    assert type(trainer.strategy) is ReplayStrategy
+    assert (trainer.strategy._warmup_steps, trainer.strategy._on_native) == (5, "error")
+    assert (trainer.gradient_clip_val, trainer.precision) == (1.0, "bf16-mixed")
+    assert ReplayMonitor in map(type, trainer.callbacks)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_configuration_of_lightning_cli() -> None:
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    words = [f"--config={EXAMPLES / 'lightning_cli.yaml'}", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    assert_configured(LightningCLI(BoringModel, run=False, args=words).trainer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_configuration_of_hydra() -> None:
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.load(EXAMPLES / "hydra.yaml")
+    config.trainer.update(accelerator="cpu", logger=False)
+    assert_configured(instantiate(config.trainer))
 
 
 def test_commands_exist() -> None:
@@ -172,11 +198,6 @@ def test_the_message_of_the_guide_is_what_is_printed() -> None:
     before, _ = load_example("finding_out_why").main()
 
     assert_shown(shown_in("guide/debugging.md", "The region waits"), before.messages[Reason.HOST_SYNC] + "\n")
-
-
-def yaml_block(page: str) -> str:
-    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "guide" / page).read_text("utf-8"), flags=re.DOTALL)
-    return block
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
