@@ -19,7 +19,7 @@ RELEASES: list[str] = MATRIX["lightning"]["releases"]
 REPRESENTATIVES: list[str] = MATRIX["lightning"]["representatives"]
 NEWEST = RELEASES[-1]
 # What depends on the Lightning release.
-MATRIX_TESTS = ["tests/compat", "tests/strategy", "tests/parity"]
+MATRIX_TESTS = ["tests/callbacks", "tests/cli", "tests/compat", "tests/strategy", "tests/parity"]
 
 ENVIRONMENT = ROOT / ".nox" / "shared"
 RESULTS = ROOT / ".nox" / "matrix"
