@@ -94,10 +94,10 @@ WORKLOADS = {
         lambda: detection_batches(640, count=2, seed=1),
     ),
     "tiny_detector": Workload(
-        "one-stage detector, one block a stage, batch 2, 64 px",
+        "one-stage detector, one block a stage, batch 2, 128 px",
         lambda fused: Detector((1, 1, 1, 1), width=4, fused=fused),
-        lambda: detection_batches(64, 2, count=2),
-        lambda: detection_batches(64, 2, count=1, seed=1),
+        lambda: detection_batches(128, 2, count=2),
+        lambda: detection_batches(128, 2, count=1, seed=1),
     ),
     # Small enough for a CPU: for trying the harness, not for figures.
     "tiny": Workload(
