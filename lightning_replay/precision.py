@@ -61,6 +61,11 @@ class ReplayClipMixin(_Base):
         """How often clipping was native, by reason."""
         return dict(self._replay_clipper.native)
 
+    @property
+    def norm_messages(self) -> dict[Reason, str]:
+        """For each of these reasons, the message of its first finding."""
+        return self._replay_clipper.messages
+
     @override
     def connect(
         self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]

@@ -369,10 +369,6 @@ def subclass(side):
     side[1].grad = side[1].grad.as_subclass(Marked)
 
 
-def sparse(side):
-    side[2].grad = side[2].grad.to_sparse()
-
-
 def shared(side):
     flat = torch.cat([side[2].grad.view(-1), torch.zeros(5)])
     side[2].grad = flat[:15].view(3, 5)
@@ -387,16 +383,10 @@ def shared(side):
         (history, Reason.NORM_LAYOUT),
         (subclass, Reason.NORM_LAYOUT),
         (shared, Reason.NORM_ALIASED),
-        (sparse, Reason.NORM_SPARSE),
     ],
 )
 def test_unusual_gradients_are_native(spoil, reason):
     _, twins = make()
-    if spoil is sparse:  # torch's own foreach norm knows no sparse gradients: one at a time
-        twins.native, twins.replayed = twins.native[2:3], twins.replayed[2:3]
-        finding = find_unsupported([twins.native[0].detach().to_sparse()])
-        assert finding.reason is reason
-        return
     refused(twins, reason, spoil)
 
 
@@ -417,9 +407,35 @@ def test_a_parameter_given_twice_is_scaled_twice():
     assert clipper.native == {Reason.NORM_ALIASED: 5}
 
 
-def test_gradients_on_several_devices_are_native():
-    gradients = [torch.ones(3), torch.ones(3, device="meta")]
-    assert find_unsupported(gradients).reason is Reason.NORM_DEVICES
+@pytest.mark.parametrize(
+    ("gradient", "reason"),
+    [
+        (torch.ones(3).to_sparse(), Reason.NORM_SPARSE),
+        (torch.ones(3, device="meta"), Reason.NORM_DEVICES),
+        (torch.ones(3, dtype=torch.complex64), Reason.NORM_LAYOUT),
+    ],
+    ids=["sparse", "devices", "complex"],
+)
+def test_what_native_may_not_know_either_is_native_and_counted(gradient, reason):
+    """In whatever way it ends: torch's multi-tensor norm knows no sparse gradients, and the meta device no values."""
+    clipper, twins = make()
+    engage(twins)
+    twins.give("above")
+    for side in (twins.native, twins.replayed):
+        side.append(nn.Parameter(torch.ones(3, dtype=gradient.dtype, device=gradient.device)))
+        side[-1].grad = gradient.clone()
+
+    def outcome(clip, parameters):
+        try:
+            clip(parameters, 1.0)
+        except Exception as error:
+            return type(error), str(error)
+        return [p.grad for p in parameters]
+
+    expected = outcome(torch.nn.utils.clip_grad_norm_, twins.native)
+    assert_same(expected, outcome(clipper.clip, twins.replayed))
+    assert clipper.native[reason] == 1
+    assert clipper.replays == 0
 
 
 def test_asking_for_an_error_is_native_and_raises():

@@ -435,6 +435,41 @@ def test_a_plugin_without_a_limit_says_so_once():
     assert plugin.norm_native == {Reason.NORM_NO_LIMIT: STEPS}
 
 
+def test_a_ragged_batch_between_replays_is_harmless():
+    def ragged():
+        batches = [(x[:2], y[:2]) if i == 5 else (x, y) for i, (x, y) in enumerate(feature_batches(4, 4, count=6))]
+        return cycled(batches, 6)
+
+    options = {"data": ragged, "max_steps": 18, "max_epochs": 3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReplayWarning)
+        replay = fit(make_strategy, **options)
+    compare(fit(**options), replay)
+    report = replay.report
+    assert report.reasons[Reason.LAST_BATCH] == 3
+    assert report.norm_native[Reason.NORM_MOVED] == 3
+    assert Reason.NORM_DRIFT not in report.norm_native
+    assert "to do:    Nothing" in report.messages[Reason.NORM_MOVED]
+    assert report.norm_replays > 0
+    assert report.norm_copied == 0
+
+
+def test_another_set_of_gradients_is_drift_with_a_message():
+    class Freezing(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            pl_module.net[0].weight.requires_grad_(batch_idx not in (7, 8))
+
+    plugin = make_plugin()
+    options = {"callbacks": [Freezing()], "max_steps": 16, "data": many}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReplayWarning)  # the run did engage
+        replay = fit(plugin=plugin, **options)
+    compare(fit(**options), replay)
+    assert plugin.norm_native == {Reason.WARM_UP: COPY_CALLS, Reason.RECORDING: 1, Reason.NORM_DRIFT: 2}
+    assert f"expected: {len(list(make_module().parameters()))} gradients" in plugin.norm_messages[Reason.NORM_DRIFT]
+    assert plugin.norm_replays == 16 - COPY_CALLS - 3
+
+
 class ClipsItself(MLPModule):
     def __init__(self):
         super().__init__(width=8, features=4)
