@@ -3,15 +3,20 @@
 """The examples of the guide are replayed, and do what the guide says of them."""
 
 import shutil
+import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_replay import Reason, ReplayStrategy
+from lightning_replay import Reason, ReplayStrategy, ReplayWarning
 from tests.demo.examples import load_example
 from tests.helpers.bits import assert_same
 
+ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.cuda.is_available()
 HEALTHY = {Reason.WARM_UP, Reason.RECORDING}
 
@@ -59,6 +64,54 @@ def test_the_whole_step_is_replayed_and_logs_the_same() -> None:
         assert set(whole.reasons) == HEALTHY
         assert set(logged) == {"loss", "accuracy"}
         assert_same(logged_by_networks, logged)
+
+
+def step_that_uses_its_index(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    return STEP(module, batch, batch_idx + 1)
+
+
+def step_that_reads_the_trainer(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    return STEP(module, batch, 0) * (module.trainer.max_epochs / 2)
+
+
+def step_that_looks_at_a_clock(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    time.perf_counter()
+    return STEP(module, batch, 0)
+
+
+def step_that_logs_a_graph(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = STEP(module, batch, 0)
+    module.log("graph", loss, enable_graph=True)
+    return loss
+
+
+STEP = load_example("step_scope").Classifier.training_step
+STEP_REASONS = {
+    "batch_index": step_that_uses_its_index,
+    "trainer_read": step_that_reads_the_trainer,
+    "host_effect": step_that_looks_at_a_clock,
+    "logged_value": step_that_logs_a_graph,
+}
+
+
+@pytest.mark.parametrize("reason", STEP_REASONS)
+def test_a_step_that_cannot_be_recorded_whole_is_recorded_by_its_networks(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    assert f"- `{reason}`: " in (ROOT / "docs" / "guide" / "step-scope.md").read_text(encoding="utf-8")
+    example = load_example("step_scope")
+
+    monkeypatch.setattr(example.Classifier, "training_step", STEP_REASONS[reason])
+    with pytest.warns(ReplayWarning, match=rf"\[{reason}\]"):
+        report, _ = example.main("step")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReplayWarning)
+        quiet, _ = example.main("auto")
+
+    for found in (report, quiet):
+        assert Reason(reason) in found.reasons
+        assert [recording.region for recording in found.recordings] == ["net"]
+        assert found.steps_replayed > 25
 
 
 def has_compiler() -> bool:
