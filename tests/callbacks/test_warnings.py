@@ -83,9 +83,13 @@ def test_one_warning_a_reason_in_many_steps_of_several_regions() -> None:
 def test_another_fit_says_it_again() -> None:
     strategy = tape(on_native="warn")
 
-    for _ in range(2):
-        said = warned_in(lambda: fit(Trainer(strategy=strategy, **QUIET), Learner(nn.Sequential(Waits(), mlp()))))
-        assert reasons_of(said) == ["host_sync"]
+    first, second = (
+        reasons_of(warned_in(lambda: fit(Trainer(strategy=strategy, **QUIET), Learner(nn.Sequential(Waits(), mlp())))))
+        for _ in range(2)
+    )
+
+    assert first == second == sorted(set(first))
+    assert first
 
 
 def test_a_warning_points_at_a_line_of_the_user() -> None:
