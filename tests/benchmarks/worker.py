@@ -85,8 +85,8 @@ def _logging(module: LightningModule) -> None:
     """Makes each step of a module log its loss."""
 
     class Logging(type(module)):  # type: ignore[misc]
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            loss = super().training_step(*args, **kwargs)
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
             self.log("loss", loss)
             return loss
 
