@@ -74,14 +74,14 @@ class Picture:
 
     Args:
         kind: The name of the receipts that it shows.
-        shows: Tells whether a receipt holds enough to draw.
+        holds: Returns how much of what it shows a receipt holds; 0 if there is nothing to draw.
         draw: Makes the figure.
         title: Its heading.
         caption: What is to be seen.
     """
 
     kind: str
-    shows: Callable[[Receipt], bool]
+    holds: Callable[[Receipt], int]
     draw: Callable[[Receipt], Figure]
     title: str
     caption: str
@@ -130,22 +130,25 @@ def main() -> int:
 
 
 def drawings(folder: Path = EVIDENCE) -> dict[str, Drawing]:
-    """Returns, by file name, the pictures for which there is a receipt: the newest complete one of a GPU."""
+    """Returns, by file name, the pictures for which there is a receipt.
+
+    Of the complete ones that were measured on a GPU it is the one that holds most of the picture, else the newest.
+    """
     found = {}
     script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     for name, picture in PICTURES.items():
         measured = [
-            (content["written"], path, content)
+            (picture.holds(content), content["written"], path.name, content)
             for path, content in receipts(folder)
             if content["name"] == picture.kind
             and content.get("complete", True)
             and content["device"]["gpu"]
-            and picture.shows(content)
+            and picture.holds(content)
         ]
         if measured:
-            _, path, content = max(measured, key=lambda entry: (entry[0], entry[1].name))
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-            source = f"Drawn by tests/benchmarks/plots.py {script} from {path.name} {digest}"
+            *_, receipt, content = max(measured, key=lambda entry: entry[:3])
+            digest = hashlib.sha256((folder / receipt).read_bytes()).hexdigest()[:12]
+            source = f"Drawn by tests/benchmarks/plots.py {script} from {receipt} {digest}"
             found[name] = Drawing(picture, content, source)
     return found
 
@@ -173,9 +176,9 @@ def out_of_date(folder: Path, due: dict[str, Drawing]) -> list[str]:
     return sorted(stale)
 
 
-def has_stages(content: Receipt) -> bool:
-    """Tells whether a receipt of step times holds a native arm and one to hold against it."""
-    return any("native" in arms and len(STAGES.keys() & arms.keys()) > 1 for arms in content["summary"].values())
+def count_stages(content: Receipt) -> int:
+    """Returns how many stages beside the native one a receipt of step times holds, over all workloads."""
+    return sum(len(STAGES.keys() & arms.keys()) - 1 for arms in content["summary"].values() if "native" in arms)
 
 
 def waterfall(content: Receipt) -> Figure:
@@ -222,10 +225,9 @@ def _fall(axes: Axes, cells: dict[str, Any], stages: list[str]) -> None:
     axes.spines["bottom"].set_visible(False)
 
 
-def has_sizes(content: Receipt) -> bool:
-    """Tells whether a receipt of a sweep holds more than one batch size with something to hold against native."""
-    rows = [row for row in content["summary"] if len(SWEPT.keys() & row.keys()) > 1]
-    return len({row["batch"] for row in rows}) > 1
+def count_points(content: Receipt) -> int:
+    """Returns how many points beside the native ones a sweep of batch sizes holds."""
+    return sum(len(SWEPT.keys() & row.keys()) - 1 for row in content["summary"])
 
 
 def step_time_by_batch(content: Receipt) -> Figure:
@@ -261,7 +263,7 @@ def _title(axes: Axes, text: str) -> None:
 PICTURES = {
     "waterfall.svg": Picture(
         "step_time",
-        has_stages,
+        count_stages,
         waterfall,
         "From native to the limit",
         "Milliseconds a step, and in brackets the share of the native time. A bar is the median over the runs of an\n"
@@ -272,7 +274,7 @@ PICTURES = {
     ),
     "step-time-by-batch.svg": Picture(
         "sweep",
-        has_sizes,
+        count_points,
         step_time_by_batch,
         "Step time against batch size",
         "Both axes are logarithmic. With small batches the host is the bottleneck, and a native step takes the time\n"

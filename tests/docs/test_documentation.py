@@ -29,8 +29,14 @@ LIMITS = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def spellings() -> list[str]:
+    """Returns the short pieces of Python on all pages: all but the README's first example."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES[1:])
+    return list(dict.fromkeys([*blocks("python")[1:], *blocks("python", pages)]))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -44,7 +50,7 @@ def test_the_first_example_runs(
     assert "steps: 32 in all, 0 replayed (0%), 32 native" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("block", blocks("python")[1:])
+@pytest.mark.parametrize("block", spellings())
 def test_spellings_in_python(block: str) -> None:
     made: list[Trainer] = []
 
@@ -99,12 +105,16 @@ def test_the_configuration_of_hydra() -> None:
 
 
 def test_commands_exist() -> None:
-    sessions = re.findall(r"nox -s (\w+)", README)
-    defined = {
-        node.name for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef)
-    }
+    sessions = set(re.findall(r"nox -s (\w+)", README))
+    tree = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
-    assert {"demo", "tests"} <= set(sessions) <= defined
+    assert {"demo", "tests", "docs"} <= sessions
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert set(re.findall(r"nox -s (\w+)", text)) <= defined, page
+        for module in re.findall(r"python -m ((?:tests|lightning_replay)[\w.]*)", text):
+            assert importlib.util.find_spec(module), f"{page}: {module}"
 
 
 def test_versions_are_those_of_the_matrix() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replay import Reason, ReplayStrategy, ReplayWarning
 from tests.demo.examples import load_example
@@ -133,6 +135,38 @@ def test_a_compiled_network_is_replayed(compiler: str) -> None:
 
     assert report.steps_replayed == 36, report
     assert set(report.reasons) == HEALTHY
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_change_inside_a_compiled_network_is_seen() -> None:
+    class Change(Callback):
+        def __init__(self) -> None:
+            self.losses: list[Tensor] = []
+
+        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 8:
+                module.net._orig_mod[1].approximate = "tanh"
+
+        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
+            self.losses.append(outputs["loss"].clone())
+
+    def losses(strategy: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        change = Change()
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(strategy=strategy, accelerator="cpu", max_steps=16, callbacks=[change], **quiet)
+        trainer.fit(load_example("compiled_network").Regression("eager"), DataLoader(batches(), batch_size=8))
+        return change.losses
+
+    def batches() -> TensorDataset:
+        inputs = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+
+    strategy = ReplayStrategy(backend="tape", on_native="ignore")
+    assert_same(losses("auto"), losses(strategy))
+    assert strategy.report().reasons[Reason.MODULE_CHANGED] == 1
+    assert [recording.replays for recording in strategy.report().recordings] == [4, 4]
 
 
 @pytest.mark.parametrize("name", ["test_my_model_is_replayed", "test_my_model_trains_the_same"])

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """Pictures are drawn from receipts, show what was measured and nothing else, and are up to date."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -94,10 +95,25 @@ def test_nothing_is_drawn_of_what_proves_nothing(tmp_path: Path) -> None:
     assert plots.drawings(tmp_path) == {}
     publish_times(tmp_path, complete=False, native=10.0, replay=2.5)
     assert plots.drawings(tmp_path) == {}
-    publish(tmp_path, "sweep", {}, {"summary": [{"network": "tiny", "batch": 1, "native": 4.0, "replay": 1.0}]})
+    publish(tmp_path, "sweep", {}, {"summary": [{"network": "tiny", "batch": 1, "native": 4.0}]})
     assert plots.drawings(tmp_path) == {}
     publish(tmp_path, "step_time", {}, {"complete": True}, device={"gpu": None})
     assert plots.drawings(tmp_path) == {}
+
+
+def test_the_receipt_with_most_stages_is_drawn_else_the_newest(tmp_path: Path) -> None:
+    def put(name: str, written: str, **times: float) -> None:
+        publish_times(tmp_path / "made", **times)
+        content = json.loads((tmp_path / "made" / "step_time.json").read_text(encoding="utf-8"))
+        write(tmp_path / name, {**content, "written": written})
+
+    put("a.json", "2020-01-02", native=10.0, replay=2.5)
+    put("b.json", "2020-01-01", native=10.0, replay=2.4)
+    assert "a.json" in plots.drawings(tmp_path)["waterfall.svg"].source
+    put("b.json", "2020-01-03", native=10.0, replay=2.4)
+    assert "b.json" in plots.drawings(tmp_path)["waterfall.svg"].source
+    put("c.json", "2020-01-01", native=10.0, replay=2.5, replay_step=2.0)
+    assert "c.json" in plots.drawings(tmp_path)["waterfall.svg"].source
 
 
 def test_check_fails_where_a_picture_is_of_another_receipt(
