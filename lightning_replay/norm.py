@@ -446,9 +446,9 @@ class NormClipper:
         self._sightings.forget(place)
 
     def _make(self, gradients: list[Tensor], saved: list[Tensor], in_place: bool) -> NormRecording:
-        """Records norm and coefficient, and in place the scaling too."""
+        """Records norm and coefficient, and in place the scaling too. May leave the gradients changed."""
         device = gradients[0].device
-        engine: GraphBackend = self._engine or _make_backend(self.backend, device)
+        engine: GraphBackend = self._engine or _make_backend(self.backend, device, self.expecting is not None)
         self._engine = engine
         static_limit = torch.ones((), dtype=torch.float64, device=device)
 
@@ -457,7 +457,7 @@ class NormClipper:
             return norm, _scale(tensors, norm, static_limit) if in_place else _find_coefficient(norm, static_limit)
 
         recorded = gradients if in_place else saved
-        engine.warm_up(lambda: run([clone_exactly(tensor) for tensor in saved] if in_place else saved))
+        engine.warm_up(lambda: run(recorded))
         owner = _Owner()
         with self.expecting(owner) if self.expecting is not None else nullcontext():
             graph, made = engine.capture(engine.new_pool(), lambda: run(recorded), overwrites_pool=True)
@@ -535,5 +535,6 @@ def _difference(what: str, native: Tensor, replay: Tensor) -> str | None:
     return None if same_bits(native, replay) else f"{what}: native and replay have {first_difference(native, replay)}"
 
 
-def _make_backend(name: BackendName, device: torch.device) -> GraphBackend:
-    return TapeBackend(device) if name == "tape" else CudaGraphBackend(device, spares_memory=False)
+def _make_backend(name: BackendName, device: torch.device, steps_are_replayed: bool) -> GraphBackend:
+    """Makes a backend. Beside native steps it leaves the allocator alone, so that gradients keep their addresses."""
+    return TapeBackend(device) if name == "tape" else CudaGraphBackend(device, spares_memory=steps_are_replayed)

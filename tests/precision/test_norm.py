@@ -70,8 +70,9 @@ def test_limits_are_not_rounded_otherwise(dtype):
     check_limits("cpu", dtype, norms, limits)
 
 
-def test_mixed_dtypes():
-    clipper, twins = make()
+@pytest.mark.parametrize("where", ["buffers", "new_memory"])
+def test_mixed_dtypes(where):
+    clipper, twins = make(where=where)
     for side in (twins.native, twins.replayed):
         side += [nn.Parameter(torch.ones(9, dtype=dtype)) for dtype in DTYPES]
     engage(twins)
