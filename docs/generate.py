@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Writes docs/why-native.md from the reasons that the package knows.
+"""Writes docs/why-native.md, and the table of changes in docs/limits.md, from what the package knows.
 
-python docs/generate.py            writes the page
-python docs/generate.py --check    fails if the page is out of date
+python docs/generate.py            writes both
+python docs/generate.py --check    fails if one of them is out of date
 """
 
 import argparse
@@ -11,8 +11,13 @@ import sys
 from pathlib import Path
 
 from lightning_replay import Reason
+from lightning_replay.guards.changes import Change
+from lightning_replay.reasons import Effect
 
 PAGE = Path(__file__).with_name("why-native.md")
+LIMITS = Path(__file__).with_name("limits.md")
+CHANGES_TEST = "tests/guards/test_changes.py::test_effect"
+BEGIN, END = "<!-- changes:begin, written by docs/generate.py -->", "<!-- changes:end -->"
 
 _HEAD = """<!-- Written by docs/generate.py from lightning_replay/reasons.py: edit nothing here. -->
 
@@ -39,16 +44,30 @@ def render() -> str:
     return "\n".join([_HEAD.format(harmless=harmless), *sections])
 
 
+def render_limits(page: str) -> str:
+    """Returns the page of limits with its table of changes anew."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    meanings = "\n".join(f"**{effect.value.capitalize()}:** {effect.meaning}" for effect in Effect)
+    heading = f"| What changes between two steps | What it leads to (`{CHANGES_TEST}`) |"
+    rows = [f"| {change.value} | {change.effect.value} |" for change in Change]
+    table = "\n".join([heading, "|---|---|", *rows])
+    return f"{before}{BEGIN}\n{meanings}\nWhat leads to which:\n\n{table}\n{END}{after}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is out of date")
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(render(), encoding="utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == render():
-        return 0
-    print(f"{PAGE.name} is out of date: run python docs/generate.py", file=sys.stderr)
-    return 1
+    check = parser.parse_args(arguments).check
+    stale = []
+    for page, text in ((PAGE, render()), (LIMITS, render_limits(LIMITS.read_text(encoding="utf-8")))):
+        if check and not (page.exists() and page.read_text(encoding="utf-8") == text):
+            stale.append(page.name)
+        elif not check:
+            page.write_text(text, encoding="utf-8")
+    if stale:
+        print(f"{' and '.join(stale)} out of date: run python docs/generate.py", file=sys.stderr)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

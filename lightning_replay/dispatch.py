@@ -20,7 +20,7 @@ from lightning_replay.gradients import GradientBuffers, Publication
 from lightning_replay.guards.module import ModuleState, find_hidden_state, find_hooks
 from lightning_replay.guards.signature import Arguments, check_input_aliases, check_modes, read_arguments
 from lightning_replay.inspection import Trace
-from lightning_replay.reasons import Finding, Reason
+from lightning_replay.reasons import Effect, Finding, Reason
 from lightning_replay.report import RecordingStats
 
 REMEMBERED_SIGNATURES = 256
@@ -239,7 +239,7 @@ class Dispatcher:
         slot = self._slot(region)
         changed = None
         if region.state is not None and (changed := region.state.difference()) is not None:
-            if changed.reason is Reason.HOOKS:
+            if changed.effect is Effect.NATIVE:
                 return Decision(Action.NATIVE, changed)
             region.retire(changed)
             if region.refusal is not None:

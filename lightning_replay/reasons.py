@@ -10,6 +10,27 @@ from dataclasses import dataclass
 from enum import Enum
 
 
+class Effect(Enum):
+    """What a finding leads to. The value is how the documentation names it.
+
+    Attributes:
+        meaning: What that means, in a sentence.
+    """
+
+    NATIVE = ("native", "The call is native for as long as this lasts; recordings are kept, and used again afterwards.")
+    ANOTHER = ("another recording", "The call has another signature and is recorded by itself; recordings are kept.")
+    RETIRED = ("retirement", "The recordings of the module are dropped; it is recorded again after a new warm-up.")
+
+    def __new__(cls, key: str, meaning: str) -> "Effect":
+        """Makes the key the value and hangs the meaning on the member."""
+        member = object.__new__(cls)
+        member._value_ = key
+        member.meaning = meaning
+        return member
+
+    meaning: str
+
+
 class Reason(Enum):
     """Why a step, or a part of it, ran natively. The value is the stable key used in reports and JSON.
 
@@ -371,12 +392,14 @@ class Finding:
         where: Dotted path of the module, argument or attribute concerned.
         expected: What a replay needs, in words.
         actual: What was met, in words.
+        effect: What it leads to, beside this call being native.
     """
 
     reason: Reason
     where: str
     expected: str = ""
     actual: str = ""
+    effect: Effect = Effect.NATIVE
 
     def __str__(self) -> str:
         return five_parts(

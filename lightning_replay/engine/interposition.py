@@ -23,14 +23,16 @@ def interposed(wrappers: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
     Args:
         wrappers: For each module what is called in place of its forward.
     """
-    before = [(module.__dict__, module.__dict__.get("forward")) for module in wrappers]
+    before = [(module.__dict__, module.__dict__.get("forward"), wrapper) for module, wrapper in wrappers.items()]
     for module, wrapper in wrappers.items():
         wrapper.__dict__["_interposed"] = True
         module.__dict__["forward"] = wrapper
     try:
         yield
     finally:
-        for attributes, forward in before:
+        for attributes, forward, wrapper in before:
+            if attributes.get("forward") is not wrapper:
+                continue  # the block itself has set another, or deleted it
             if forward is None:
                 attributes.pop("forward", None)
             else:

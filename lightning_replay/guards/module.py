@@ -17,6 +17,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as torch_module
 
 from lightning_replay.engine.interposition import is_interposed
+from lightning_replay.guards.changes import Change
 from lightning_replay.guards.reads import find_reads
 from lightning_replay.reasons import Finding, Reason
 
@@ -43,11 +44,13 @@ def join(prefix: str, name: str) -> str:
 def find_hooks(name: str, root: Module) -> Finding | None:
     """Finds a hook on a module of the tree, or one registered for all modules."""
     if torch_module._has_any_global_hook():
-        return Finding(Reason.HOOKS, name, "no hooks on all modules", "a global module hook is registered")
+        actual = "a global module hook is registered"
+        return Finding(Reason.HOOKS, name, "no hooks on all modules", actual, Change.HOOKS.effect)
     for path, module in root.named_modules():
         for kind in _HOOKS:
             if getattr(module, kind):
-                return Finding(Reason.HOOKS, join(name, path), "no hooks", f"{len(getattr(module, kind))} in {kind}")
+                actual = f"{len(getattr(module, kind))} in {kind}"
+                return Finding(Reason.HOOKS, join(name, path), "no hooks", actual, Change.HOOKS.effect)
     return None
 
 
@@ -147,25 +150,29 @@ class ModuleState:
         if list(map(_layout, self._tensors)) != self._layouts:
             return self._memory_difference()
         if list(map(type, self._modules)) != self._classes:
-            return self._finding(self.name, "the classes of the modules", "another class")
+            return self._finding(Change.CODE, self.name, "the classes of the modules", "another class")
         for cls, forward in self._forwards.items():
             if cls.forward is not forward:
-                return self._finding(self.name, f"{cls.__qualname__}.forward as recorded", "another function")
+                return self._finding(
+                    Change.CODE, self.name, f"{cls.__qualname__}.forward as recorded", "another function"
+                )
         return self._attribute_difference()
 
-    def _finding(self, where: str, expected: str, actual: str) -> Finding:
-        return Finding(Reason.MODULE_CHANGED, where, expected, actual)
+    def _finding(self, change: Change, where: str, expected: str, actual: str) -> Finding:
+        return Finding(Reason.MODULE_CHANGED, where, expected, actual, change.effect)
 
     def _member_difference(self) -> Finding:
         for (path, members), names in zip(self._named_members(), self._member_names, strict=True):
             if tuple(members) != names:
-                return self._finding(path, f"members {list(names)}", f"{list(members)}")
+                return self._finding(Change.MEMBERS, path, f"members {list(names)}", f"{list(members)}")
         stored = iter(self._member_values)
         for path, members in self._named_members():
             for key, value in members.items():
                 if value is not next(stored):
-                    return self._finding(join(path, key), "the object that was recorded", "another object")
-        return self._finding(self.name, "the modules that were recorded", "others")
+                    return self._finding(
+                        Change.MEMBERS, join(path, key), "the object that was recorded", "another object"
+                    )
+        return self._finding(Change.MEMBERS, self.name, "the modules that were recorded", "others")
 
     def _named_members(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for path, module in self._named:
@@ -176,10 +183,12 @@ class ModuleState:
         pairs = zip(self._tensor_names, self._tensors, self._memory, self._layouts, strict=True)
         for name, tensor, address, layout in pairs:
             if _layout(tensor) != layout:
-                return self._finding(name, str(layout), str(_layout(tensor)))
+                return self._finding(Change.MEMORY, name, str(layout), str(_layout(tensor)))
             if tensor.data_ptr() != address:
-                return self._finding(name, "the memory that was recorded", "new memory (.data = ..., .to(...))")
-        return self._finding(self.name, "the memory that was recorded", "new memory")
+                return self._finding(
+                    Change.MEMORY, name, "the memory that was recorded", "new memory (.data = ..., .to(...))"
+                )
+        return self._finding(Change.MEMORY, self.name, "the memory that was recorded", "new memory")
 
     def _prepare_attributes(self) -> None:
         """Prepares the comparison of attributes and variables: one flat list, and the containers among it."""
@@ -225,14 +234,16 @@ class ModuleState:
             for key in (*stored, *now):
                 if not (key in stored and key in now and _same_value(stored[key], now[key])):
                     where = join(self._named[index][0], key)
-                    return self._finding(where, _show(stored.get(key, _MISSING)), _show(now.get(key, _MISSING)))
+                    return self._finding(
+                        Change.ATTRIBUTE, where, _show(stored.get(key, _MISSING)), _show(now.get(key, _MISSING))
+                    )
             self._attributes[index] = now
         for (name, _), earlier, value in zip(self._variables, self._outer, outer, strict=True):
             if not _same_value(earlier, value):
-                return self._finding(name, _show(earlier), _show(value))
+                return self._finding(Change.VARIABLE, name, _show(earlier), _show(value))
         for path, container, items in self._containers:
             if not _same_items(container, items, self._reads):
-                return self._finding(path, "the contents as recorded", "other contents")
+                return self._finding(Change.CONTENTS, path, "the contents as recorded", "other contents")
         self._prepare_attributes()  # equal values in new objects, or an attribute that nothing reads
         return None
 

@@ -222,6 +222,18 @@ def test_interposition() -> None:
     assert not is_interposed(second.forward)
 
 
+def test_a_forward_set_meanwhile_stays() -> None:
+    module = nn.Linear(1, 1)
+
+    def own(inputs: Tensor) -> Tensor:
+        return inputs * 3
+
+    with interposed({module: lambda x: x * 5}):
+        module.forward = own  # type: ignore[method-assign]
+
+    assert module.__dict__["forward"] is own
+
+
 def test_shadowed() -> None:
     class Target:
         def act(self) -> int:

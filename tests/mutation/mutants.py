@@ -3,13 +3,14 @@
 """The guards, each with how it is switched off and what must then fail."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from lightning_replay import inspection
 from lightning_replay.certification import Verdict
 from lightning_replay.dispatch import Slot
 from lightning_replay.engine import modes, snapshot
@@ -246,6 +247,20 @@ MUTANTS: dict[str, Mutant] = {
     "comparison of two steps' operations": Mutant(
         off(Tracer, "note", lambda self, *_: None),
         tests=("tests/limits/test_limits.py::test_an_audit_sees_what_no_guard_reaches",),
+    ),
+    "audit and observation: values made on the host": Mutant(
+        off(inspection, "host_values", lambda _: None),
+        tests=("tests/field/test_f_python_state.py::test_f21_host_values_that_differ_between_two_steps",),
+    ),
+    "observation: host tensors that were there before": Mutant(
+        off(Inspector, "_check_host", lambda *_: None),
+        tests=("tests/engine/test_host.py::test_what_was_there_before_may_change",),
+    ),
+    "certification: what torch declares nondeterministic": Mutant(
+        off(making, "nondeterminism_alerts", lambda: nullcontext(["everything"])),
+        tests=(
+            "tests/engine/test_certification.py::test_undeclared_nondeterminism_is_an_error_under_deterministic_algorithms",
+        ),
     ),
     "certification": Mutant(
         off(making, "certify", lambda *_, **__: Verdict("bitwise")),

@@ -146,6 +146,15 @@ def test_change(name: str, window: int) -> None:
     )
 
 
+def test_a_forward_replaced_within_the_step() -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == AT:
+            module.net.forward = lambda inputs: module.net.inner(inputs) * 0.5
+        return nn.functional.cross_entropy(module.net(batch[0]), batch[1])
+
+    check_replayed(lambda: Learner(Scaled(), step), actions=[*script(AT), *["native"] * (STEPS - AT)], steps=STEPS)
+
+
 def test_freeze_and_unfreeze() -> None:
     """The recording made before freezing is used again after unfreezing."""
     events = {
