@@ -18,22 +18,22 @@ from lightning_replay import ReplayStrategy
 
 
 class KeepGradients(Callback):
-    """Keeps the gradient of one parameter from every step. No copy is needed: what you keep does not change."""
+    """Keeps a gradient of every step. No copy is needed: what you keep does not change."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, module: Any, *_: Any) -> None:
         self.kept.append(module.net[0].weight.grad)
 
 
 class Average(Callback):
     """Keeps an exponential moving average of the weights, in a copy of the network."""
 
-    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         self.average = AveragedModel(module.net, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         self.average.update_parameters(module.net)
 
 
