@@ -364,7 +364,7 @@ class Reason(Enum):
 
     @property
     def is_harmless(self) -> bool:
-        """Tells whether a healthy run meets it: counted, never warned about, never an error."""
+        """Tells whether a healthy run meets it. It is counted then, never warned about and never an error."""
         return self in _HARMLESS
 
 
