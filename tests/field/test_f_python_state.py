@@ -286,9 +286,15 @@ KINDS = [
     "index",
     "list",
     "written",
-    "pinned",
     "double",
 ]
+
+
+def test_f21_pinned_memory_on_its_way_to_the_device(field: Field) -> None:
+    """A copy that a graph could hold, of memory that the host reuses; but it may be unable to pin memory."""
+    trace = field.both(lambda: Learner(HostConstants("pinned")))
+
+    assert trace.actions == script() or (field.on_gpu and Reason.CAPTURE_FAILED in trace.report.reasons)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
