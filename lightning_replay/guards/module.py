@@ -114,7 +114,7 @@ class ModuleState:
         self._tensors = [*self.parameters.values(), *self.buffers.values()]
         self._tensor_names = [*self.parameters, *self.buffers]
         self._memory = list(map(Tensor.data_ptr, self._tensors))
-        self._layouts = list(map(_layout, self._tensors))
+        self._layouts = _layouts(self._tensors)
         self._parameter_list = list(self.parameters.values())
 
     def _read_attributes(self, module: Module) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class ModuleState:
             return find_hooks(self.name, self.root)
         if list(map(Tensor.data_ptr, self._tensors)) != self._memory:
             return self._memory_difference()
-        if list(map(_layout, self._tensors)) != self._layouts:
+        if _layouts(self._tensors) != self._layouts:
             return self._memory_difference()
         if list(map(type, self._modules)) != self._classes:
             return self._finding(Change.CODE, self.name, "the classes of the modules", "another class")
@@ -180,10 +180,13 @@ class ModuleState:
                 yield path, members
 
     def _memory_difference(self) -> Finding:
-        pairs = zip(self._tensor_names, self._tensors, self._memory, self._layouts, strict=True)
-        for name, tensor, address, layout in pairs:
-            if _layout(tensor) != layout:
-                return self._finding(Change.MEMORY, name, str(layout), str(_layout(tensor)))
+        count = len(self._tensors)
+        for index, (name, tensor, address) in enumerate(
+            zip(self._tensor_names, self._tensors, self._memory, strict=True)
+        ):
+            layout, then = _layouts([tensor]), self._layouts[index::count]
+            if layout != then:
+                return self._finding(Change.MEMORY, name, str(tuple(then)), str(tuple(layout)))
             if tensor.data_ptr() != address:
                 return self._finding(
                     Change.MEMORY, name, "the memory that was recorded", "new memory (.data = ..., .to(...))"
@@ -211,7 +214,8 @@ class ModuleState:
             return
         seen.add(id(value))
         items = _items(value, self._reads)
-        self._containers.append((path, value, items))
+        if not isinstance(value, tuple):  # which is compared where it is held, and holds what it held
+            self._containers.append((path, value, items))
         for item in items:
             self._add_containers(path, item, seen, depth + 1)
 
@@ -319,10 +323,12 @@ def _show(value: Any) -> str:
     return repr(value) if isinstance(value, _SCALARS) or value is _MISSING else f"a {type(value).__qualname__}"
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+def _layouts(tensors: list[Tensor]) -> list[Any]:
+    """Returns all shapes, then all strides, then all dtypes: three passes without a Python call for each tensor."""
+    return [*map(Tensor.size, tensors), *map(Tensor.stride, tensors), *map(_dtype, tensors)]
 
 
+_dtype = attrgetter("dtype")
 _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
 

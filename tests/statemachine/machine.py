@@ -69,6 +69,8 @@ class Base(RuleBasedStateMachine):
 def _rule(name: str) -> Callable[..., None]:
     def act(self: Base, choice: int, steps: int) -> None:
         assert self.world is not None
+        if self.world.over:  # the arms have parted: a declared error was raised in one of them
+            return
         type(self).totals.events[name] += 1
         EVENTS[name](self.world, choice)
         self.world.train(steps)
