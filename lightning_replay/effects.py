@@ -7,6 +7,7 @@ every call of a C function, and there is no other way to a clock or to a termina
 """
 
 import datetime
+import gc
 import io
 import os
 import random
@@ -70,7 +71,7 @@ class EffectWatch:
             if self._reads_numbers and function.__name__ in _NUMBERS and (line := user_line(frame)) is not None:
                 expected = "work that the device can do alone"
                 self.finding = Finding(Reason.HOST_SYNC, line, expected, f"Tensor.{function.__name__}()")
-        elif _is_effect(function, owner) and not _is_trusted(frame):
+        elif _is_effect(function, owner) and not _is_trusted(frame) and not _is_collecting(frame):
             line = user_line(frame) or function.__name__
             self.finding = Finding(Reason.HOST_EFFECT, line, "no effect but the results", f"{function.__name__}()")
 
@@ -88,6 +89,14 @@ def _is_trusted(frame: FrameType | None) -> bool:
     while frame is not None and _library(frame) in sys.stdlib_module_names:
         frame = frame.f_back
     return frame is not None and _library(frame) in _TRUSTED
+
+
+def _is_collecting(frame: FrameType | None) -> bool:
+    """Tells whether the garbage collector called, which happens to be in the middle of anything."""
+    codes = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
 
 
 def user_line(frame: FrameType | None = None) -> str | None:

@@ -21,9 +21,9 @@ class RecordingStats:
         capture_seconds: Time from the end of the native step to the certified recording.
         pool_bytes: Device memory of its pool, shared by the recordings of one call position.
         certified: "bitwise", "nondeterministic" (exact up to native nondeterminism) or "off".
+        replays: How often it was replayed.
         native_runs: Native runs that were made for it, beside the step that trained.
         nondeterministic: If it is not equal to native bit for bit, the operations that torch says never are.
-        replays: How often it was replayed.
         native_ms: Milliseconds of a native step with a batch of the same shapes; None unless a `ReplayMonitor`
             measured. It is a median of the host's wall time from one step's start to the next one's.
         replay_ms: The same of steps in which it was replayed.
@@ -35,9 +35,9 @@ class RecordingStats:
     capture_seconds: float
     pool_bytes: int
     certified: str
+    replays: int = 0
     native_runs: int = 0
     nondeterministic: tuple[str, ...] = ()
-    replays: int = 0
     native_ms: float | None = None
     replay_ms: float | None = None
     seconds_saved: float | None = None
