@@ -31,7 +31,7 @@ class HostValues(NamedTuple):
         shape: Its shape.
         stride: Its strides.
         dtype: Its dtype.
-        digest: A digest of its bits; empty if it is no plain tensor, and has none to compare.
+        digest: A digest of its bits; empty if it is no plain tensor of the host: none to compare.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class HostValues(NamedTuple):
 
 def host_values(tensor: Tensor) -> HostValues:
     """Reads a host tensor."""
-    if not is_plain(tensor):
+    if not is_plain(tensor) or tensor.device.type != "cpu":
         return HostValues(tuple(tensor.shape), (), tensor.dtype, b"")
     bits = as_bits(tensor)
     data = ctypes.string_at(bits.data_ptr(), bits.numel() * bits.element_size()) if bits.numel() else b""

@@ -159,3 +159,4 @@ def test_values_are_compared_as_bits() -> None:
     assert host_values(torch.ones(2, 3)) != host_values(torch.ones(3, 2).t())
     assert host_values(torch.zeros(0)) == host_values(torch.zeros(0))
     assert host_values(torch.zeros(2).to_sparse()).digest == b""
+    assert host_values(torch.zeros(2, device=META)).digest == b""
