@@ -7,15 +7,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_replay import CaptureError, Reason
+from lightning_replay.engine import host
 from lightning_replay.engine.host import HostConstants, HostValues, host_values
+from lightning_replay.engine.recording import Recorder
+from lightning_replay.engine.tape import TapeBackend
 from lightning_replay.inspection import Inspector, Trace, Tracer
 from lightning_replay.reasons import Finding
+from tests.engine.test_recording import call_of
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
+INDEX = torch.ops.aten.index.Tensor
 
 held = torch.tensor(0.5)
 held_row = torch.tensor([1.0, 2.0, 3.0])
@@ -139,6 +145,33 @@ def test_a_capture_meets_known_values_only() -> None:
     with constants, pytest.raises(CaptureError) as error:
         torch.zeros(3).to(torch.ones(3).to(META).device)
     assert error.value.finding.reason is Reason.HOST_TENSOR
+
+
+def test_a_recording_reads_the_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both passes. Integers stand for what is on the host; the constant is changed to see who reads it."""
+
+    class Picking(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs[:, torch.tensor([0, 2])]
+
+    def integers(func: object, args: object, kwargs: object) -> list[Tensor]:
+        leaves = tree_leaves((args, kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype is torch.int64]
+
+    monkeypatch.setattr(host, "crossing", integers)
+    given = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+    constants, backend = HostConstants(CPU), TapeBackend(CPU)
+    ((_, (constant,)), _) = constants.replaced(INDEX, (given, [torch.tensor([0, 2])]), {}, make=True)
+    recorder = Recorder(backend, backend.new_pool(), call_of(Picking(), given), [], [torch.ones(1, 2)])
+    recording = recorder.record(recorder.run_reference(), {}, draws=False, constants=constants)
+
+    for picked, gradient in (([0, 2], [1, 0, 1]), ([1, 1], [0, 2, 0])):
+        constant.copy_(torch.tensor(picked))
+        (result,) = recording.forward([given])
+        recording.backward([torch.ones(1, 2)])
+        assert result.tolist() == given[:, picked].tolist()
+        assert recording.input_gradients[0] is not None
+        assert recording.input_gradients[0].tolist() == [gradient]
 
 
 def test_numbers_are_lifted_only_meanwhile() -> None:
