@@ -182,7 +182,9 @@ MUTANTS: dict[str, Mutant] = {
     "modes: autocast": Mutant(frozen_modes(autocast=(), autocast_cache=False), ("autocast",)),
     "modes: gradients": Mutant(
         frozen_modes(grad=True, inference=False),
-        tests=("tests/field/test_c_calls.py::test_f09_a_call_without_gradients_before_the_one_that_trains[tape]",),
+        tests=(
+            "tests/field/test_c_calls.py::test_f09_a_call_without_gradients_before_the_one_that_trains[network-tape]",
+        ),
     ),
     "modes: default dtype": Mutant(
         frozen_modes(default_dtype=torch.float32), tests=("tests/parity/test_changes.py::test_default_dtype",)
