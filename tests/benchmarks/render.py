@@ -214,8 +214,8 @@ def zoo(content: dict[str, Any]) -> str:
     """Renders the zoo: its shares, a row for each model and precision, and what did not run."""
     settings, shares = content["settings"], content["summary"]
     sentences = [
-        f"Each model and precision is trained for {settings['steps']} steps inside `Trainer.fit`, natively, natively"
-        " again as the control, and with replay; first with deterministic algorithms, then without. Compared as bits:"
+        f"Each model and precision is trained for {settings['steps']} steps inside `Trainer.fit`, natively and with"
+        " replay, with deterministic algorithms and without, and natively once more as the control. Compared as bits:"
         " losses of all steps, gradients of the last, weights, buffers and random generators.",
         f"Of {shares['ran']} that ran, {_share(shares['replay_some_region'])} replay some region and"
         f" {_share(shares['replay_whole_network'])} their whole network.",
