@@ -47,7 +47,6 @@ class EffectWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._reads_numbers = device.type == "cpu"
-        self._before: Any = None
         self.finding: Finding | None = None
         self.random_line: str | None = None
 

@@ -32,15 +32,19 @@ class Tracer(LiftingMode):
         trace: The operations so far.
         difference: The first deviation from the expected trace.
         listening: Whether operations belong to the trace.
+        wait: The first operation that made the host wait for the device: why a deviation came about, if there is one.
 
     Args:
         name: Dotted path of the region.
         expected: The trace of an earlier run with the same signature.
+        device: The device of the region.
     """
 
-    def __init__(self, name: str, expected: Trace | None = None) -> None:
+    def __init__(self, name: str, expected: Trace | None = None, device: torch.device | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
+        self._on = device
+        self.wait: Finding | None = None
         self._expected = expected
         self.listening = True
         self.trace: Trace = []
@@ -54,6 +58,9 @@ class Tracer(LiftingMode):
         """Adds an operation."""
         if not self.listening:
             return
+        if self._on is not None and self.wait is None:
+            finding = host_access(func, args, kwargs, self._on)
+            self.wait = finding if finding is not None and finding.reason is Reason.HOST_SYNC else None
         host = crossing(func, args, kwargs) or (args if func is _LIFT else ())
         values = {id(tensor): host_values(tensor) for tensor in host}
         self._add((func, *(values.get(id(leaf)) or _frozen(leaf) for leaf in tree_leaves((args, kwargs)))))

@@ -433,6 +433,9 @@ class NormClipper:
             if len(saved) == len(gradients):
                 copy_all(gradients, saved)
             self._norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+            saved.clear()
+        if self.expecting is not None and self._engine is not None:
+            self._engine.trim()  # the copies were as much memory as all gradients
         if finding is not None:
             del recording
             self.refuse(finding)

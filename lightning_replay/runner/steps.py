@@ -342,22 +342,26 @@ class Runner:
         watch = AttributeWatch(region.members, region.module, region.ignored)
         versions = [t._version for t in tensors]
         before = Snapshot(self._backend, state.buffers if recording else {})
-        traced = decision.trace and not is_compiled(region.module)
+        watched = decision.trace or recording
+        traced = watched and not is_compiled(region.module)
+        expected = decision.slot.traces.get(decision.key) if recording else None
         first_number = sequence_number()
-        # Libraries say things once, at a first call: what counts is whether a call does so that will be recorded.
-        effects = EffectWatch(self._backend.device)
         with (
-            Tracer(region.name) if traced else contextlib.nullcontext() as tracer,
-            effects if decision.trace or recording else contextlib.nullcontext(),
+            Tracer(region.name, expected, self._backend.device) if traced else contextlib.nullcontext() as tracer,
+            EffectWatch(self._backend.device) as effects,
         ):
             result = self._run_natively(region, args, kwargs)
         numbers = range(first_number, sequence_number())
         if region.refusal is not None:  # its own code did something that refuses it, such as logging
             return result
+        finding = None
         if tracer is not None:
+            tracer.end_forward()
             decision.slot.traces[decision.key] = tracer.trace
+            finding = tracer.difference and (tracer.wait or tracer.difference)
         after = Snapshot(self._backend, state.buffers if recording else {})
-        finding = effects.finding
+        if watched:  # libraries say things once, at a first call: what a call does that is to be recorded counts
+            finding = finding or effects.finding
         if (changed := watch.difference()) is not None:
             line = line_that_sets(region.module, region.members, changed.where)
             finding = changed if line is None else replace(changed, actual=f"{changed.actual}, at {line}")

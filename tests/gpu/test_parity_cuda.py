@@ -6,7 +6,7 @@ Every case trains native, native, replay from one seed: the second native run sa
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -63,29 +63,40 @@ CASES = [
 ]
 
 
-def _run(case: Case, precision: str, keep: Keep, steps: int = STEPS, **options: Any) -> Verdict:
+def _run(
+    case: Case,
+    precision: str,
+    keep: Keep,
+    steps: int = STEPS,
+    scope: Literal["network", "step"] = "network",
+    **options: Any,
+) -> Verdict:
     from lightning_replay import ReplayStrategy
 
     verdict = run_case(
         case,
         precision,
-        lambda: ReplayStrategy(on_native="ignore"),
+        lambda: ReplayStrategy(scope=scope, on_native="ignore"),
         accelerator="gpu",
         steps=steps,
         gradients="fingerprint",
         **options,
     )
     keep(verdict)
+    regions = {recording.region for recording in verdict.replay.report.recordings}
+    assert (regions == {"training_step"}) == (scope == "step"), regions
     return verdict
 
 
+@pytest.mark.parametrize("scope", ["network", "step"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" (plain attention)", "_plain"))
-def test_equals_native(case: Case, precision: str, keep: Keep) -> None:
+def test_equals_native(case: Case, precision: str, scope: Literal["network", "step"], keep: Keep) -> None:
     if case not in (DIGITS, GPT, GPT_PLAIN):
         pytest.importorskip("timm")
 
-    verdict = _run(case, precision, keep)
+    named = case if scope == "network" else _renamed(case, f"{case.name}, whole step")
+    verdict = _run(named, precision, keep, scope=scope)
 
     check(verdict)
     if not verdict.control_equal:

@@ -53,7 +53,9 @@ class PoisonedStrategy(ReplayStrategy):
 
 def tape(**options: Any) -> PoisonedStrategy:
     """Makes a strategy that records early and says nothing."""
-    return PoisonedStrategy(**{"backend": "tape", "scope": SCOPE, "warmup_steps": WARM_UP, "on_native": "ignore", **options})
+    return PoisonedStrategy(
+        **{"backend": "tape", "scope": SCOPE, "warmup_steps": WARM_UP, "on_native": "ignore", **options}
+    )
 
 
 def classify(module: Any, batch: Any, batch_idx: int) -> Tensor:
