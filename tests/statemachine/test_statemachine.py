@@ -4,7 +4,7 @@
 
 import pytest
 
-from tests.statemachine.machine import run
+from tests.statemachine.machine import make_machine, run
 from tests.statemachine.world import EVENTS, World
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -38,3 +38,17 @@ def test_random_sequences() -> None:
 
     assert totals.actions["replay"] > totals.steps / 10, totals.as_dict()
     assert totals.actions["record"] > 25
+
+
+def test_nothing_is_compared_after_a_declared_error() -> None:
+    machine = make_machine()()
+    try:
+        machine.begin(seed=712, wild=False, patient=True)
+        machine.tie(choice=0, steps=1)
+        machine.deep_copy(choice=0, steps=1)
+        machine.calls(choice=4, steps=1)
+        assert machine.world.over
+        machine.deep_copy(choice=0, steps=1)
+        assert machine.totals.events["deep_copy"] == 1
+    finally:
+        machine.teardown()
