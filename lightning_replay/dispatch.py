@@ -4,10 +4,9 @@
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -140,7 +139,7 @@ class Region:
         path: Dotted path of the module, where that is not the region's name.
         entry: The function that a run begins with, where that is not the module's forward.
         again: Runs it once more, without what it does outside of its results.
-        ignored: Attributes of its modules that it may set, because whoever made the region answers for them.
+        ignored: For modules in it, by id, the attributes that it may set: whoever made the region answers for them.
         instance_forward: The `forward` on the instance when the region was made, in front of the one of its class.
     """
 
@@ -158,9 +157,9 @@ class Region:
     part: bool = False
     instance_forward: Any = None
     path: str | None = None
-    entry: FunctionType | None = None
+    entry: Any = None
     again: Callable[..., Any] | None = None
-    ignored: frozenset[str] = frozenset()
+    ignored: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     @property
     def members(self) -> str:

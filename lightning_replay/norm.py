@@ -473,7 +473,7 @@ class NormClipper:
             norm=made[0],
             coefficient=made[1],
             limit=static_limit,
-            inputs=None if in_place else saved,
+            inputs=None if in_place else list(saved),  # the caller empties its own list
             layouts=layouts_of(gradients),
             groups=list(positions.values()),
             references=[weakref.ref(gradient) for gradient in gradients] if in_place else [],

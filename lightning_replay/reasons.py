@@ -170,6 +170,11 @@ class Reason(Enum):
         "self.log was called in a way that cannot be done again on a replay.",
         "Log tensors or constant numbers, without enable_graph; other arguments should be plain values.",
     )
+    METRIC = (
+        "metric",
+        "training_step updates a metric whose update cannot be replayed: it keeps lists, or shares states with others.",
+        "Update it in on_train_batch_end, or use a metric whose states are tensors.",
+    )
     SHARED_PARAMETER = (
         "shared_parameter",
         "A parameter or an argument that the region uses several times is used outside of it too: the parts of its"

@@ -358,10 +358,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._ran = runner
         module = self._module()
         with Shadowed(module, "log", self._watched_log(runner, module)):
-            if not runner.regions:
-                result = runner.discover(module, step)
-            else:
-                result = runner.run_step(step, counts)
+            result = runner.run_step(step, counts) if runner.regions else runner.discover(module, step)
         if not runner.called:
             names = " or ".join(region.name for region in runner.regions) or "a module with parameters"
             where = f"{type(module).__name__}.training_step"
@@ -422,7 +419,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._reasons[finding.reason] += 1
         self._messages.setdefault(finding.reason, str(finding))
 
-    def _expecting_references(self, owner: object) -> AbstractContextManager[None]:
+    def _expecting_references(self, owner: object) -> AbstractContextManager[Any]:
         """Lets a recording of the gradient norm refer to gradient buffers."""
         stack = ExitStack()
         for runner in self._runners():

@@ -9,25 +9,29 @@ Note [a step as a region]
     the module        is guarded, as any region's module is
     the batch's index must not be used (decided from the code)
     the Trainer       is replaced by a stand-in that notices reads, while a step is observed
+    metrics           are updated by a replay too (metrics.py)
     self.log          is learnt while a step is observed, part of the trace, and done again on each replay with the
                       values of the replay
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_replay.dispatch import Region
 from lightning_replay.effects import user_line
 from lightning_replay.engine.interposition import Shadowed
-from lightning_replay.guards.parameters import find_use
 from lightning_replay.errors import CaptureError
+from lightning_replay.guards.parameters import find_use
 from lightning_replay.inspection import handing_out
+from lightning_replay.metrics import Outcome, StepMetrics
 from lightning_replay.reasons import Finding, Reason
 from lightning_replay.runner import Runner
 from lightning_replay.runner.modules import is_compiled
@@ -65,18 +69,19 @@ class WholeStep:
         self._native = native
         self._on_finding = on_finding
         self._modules = [child for child in module.modules() if isinstance(child, LightningModule)]
-        self._log_calls: list[tuple[LightningModule, str, tuple[Any, ...], dict[str, Any]]] = []
+        self._metrics = StepMetrics(module)
+        self._log_calls: list[LogCall] = []
         self._others: tuple[Any, ...] = ()
         self._ran = False
         self._live = True
         self.region = Region(
             NAME,
             module,
-            partial(self._run, True),
+            self._run,
             path="",
             entry=_plain_function(module),
-            again=partial(self._run, False),
-            ignored=_OWN,
+            again=self._run_again,
+            ignored={**dict.fromkeys(map(id, self._modules), _OWN), **self._metrics.ignored()},
         )
         runner.regions.append(self.region)
         self._reason = self._find_reason()
@@ -107,34 +112,51 @@ class WholeStep:
         if self._reason is not None:
             self._on_finding(self._reason)
             return False, otherwise()
-        batch, self._others = args[:1], args[1:]
+        batch, self._others = args[0], args[1:]
         self._ran = False
-        whole, outcome = self._runner.run_call(self.region, batch, counts, otherwise)
+        whole, outcome = self._runner.run_call(self.region, (batch, self._metrics.states()), counts, otherwise)
         if not whole:
             return False, outcome
-        result, logged = outcome
+        result, logged, metrics = outcome
         if not self._ran:
+            self._metrics.adopt(metrics)
             for position, value in logged:
-                module, name, others, options = self._log_calls[position]
-                module.log(name, value, *others, **options)
+                self._log_calls[position].again(value)
         return True, result
 
-    def _run(self, live: bool, batch: Any) -> tuple[Any, list[tuple[int, Any]]]:
-        """Runs the step natively, watched.
+    def _run(self, batch: Any, states: list[Tensor]) -> tuple[Any, list[tuple[int, Any]], Outcome]:
+        """Runs the step natively: it trains, logs, and updates the metrics' own states."""
+        self._live = self._ran = True
+        self._metrics.lend(states)
+        self._metrics.begin()
+        counts = self._metrics.counts()
+        result, logged = self._run_watched(batch)
+        metrics = self._metrics.outcome(counts)
+        if (finding := self._metrics.end()) is not None:
+            self._refuse(finding)
+        return result, logged, metrics
 
-        Args:
-            live: Whether what it logs is logged. A run for a recording must leave no trace.
-            batch: The batch.
+    def _run_again(self, batch: Any, states: list[Tensor]) -> tuple[Any, list[tuple[int, Any]], Outcome]:
+        """Runs the step for a recording, which must leave no trace."""
+        self._live = False
+        saved = self._metrics.lend(states)
+        try:
+            counts = self._metrics.counts()
+            result, logged = self._run_watched(batch)
+            return result, logged, self._metrics.outcome(counts)
+        finally:
+            self._metrics.give_back(saved)
+
+    def _run_watched(self, batch: Any) -> tuple[Any, list[tuple[int, Any]]]:
+        """Runs the step with stand-ins for the Trainer and for `self.log`.
 
         Returns:
             What it returned, and for each call of `self.log` its number and value.
         """
-        self._live = live
-        self._ran = live or self._ran
         logged: list[tuple[int, Any]] = []
         with contextlib.ExitStack() as stack:
             for module in self._modules:
-                stack.enter_context(Shadowed(module, "log", partial(self._log, module, module.log, live, logged)))
+                stack.enter_context(Shadowed(module, "log", partial(self._log, module, module.log, logged)))
                 if module._trainer is not None:
                     stand_in = WatchedTrainer(module._trainer, self._note_read)
                     stack.enter_context(Shadowed(module, "_trainer", stand_in))
@@ -145,7 +167,6 @@ class WholeStep:
         self,
         module: LightningModule,
         log: Callable[..., None],
-        live: bool,
         logged: list[tuple[int, Any]],
         name: str,
         value: Any,
@@ -154,14 +175,18 @@ class WholeStep:
     ) -> None:
         if options.get("enable_graph") or any(isinstance(given, Tensor) for given in (*others, *options.values())):
             self._refuse(Finding(Reason.LOGGED_VALUE, f"self.log({name!r})", "plain arguments", f"{options}"))
-        with handing_out(f"self.log({name!r})", value, *others, *options.values()), _with_real_trainer(module):
-            if live:
+        metric = value if isinstance(value, Metric) else None
+        plain = (metric is None and value, *others, *options.values())
+        with handing_out(f"self.log({name!r})", *plain), _with_real_trainer(module):
+            if options.get("enable_graph") or any(isinstance(given, Tensor) for given in plain[1:]):
+                self._refuse(Finding(Reason.LOGGED_VALUE, f"self.log({name!r})", "plain arguments", f"{options}"))
+            if self._live:
                 log(name, value, *others, **options)
-        call = (module, name, others, options)
+        call = LogCall(module, name, others, options, metric)
         if call not in self._log_calls:
             self._log_calls.append(call)
         # Lightning keeps a copy too. Without one, a loss and the same loss detached would be two results in one memory.
-        kept = value.detach().clone() if isinstance(value, Tensor) else value
+        kept = value.detach().clone() if isinstance(value, Tensor) else None if metric is not None else value
         logged.append((self._log_calls.index(call), kept))
 
     def _note_read(self, attribute: str) -> None:
@@ -175,6 +200,26 @@ class WholeStep:
             raise CaptureError(finding)
         if self.region.refusal is None:
             self._runner.refuse(self.region, finding)
+
+
+@dataclass(frozen=True)
+class LogCall:
+    """One call of `self.log`, without its value unless that is a metric."""
+
+    module: LightningModule
+    name: str
+    others: tuple[Any, ...]
+    options: dict[str, Any]
+    metric: Metric | None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LogCall) or self.module is not other.module or self.metric is not other.metric:
+            return False
+        return (self.name, self.others, self.options) == (other.name, other.others, other.options)
+
+    def again(self, value: Any) -> None:
+        """Logs another value in the same way."""
+        self.module.log(self.name, value if self.metric is None else self.metric, *self.others, **self.options)
 
 
 class WatchedTrainer:

@@ -7,7 +7,6 @@ classes of transformers) are opened. Plain values stay in the structure, told ap
 and 0.0 is not -0.0. Anything else is opaque.
 """
 
-import copy
 import dataclasses
 import enum
 from collections import OrderedDict, defaultdict
@@ -195,7 +194,7 @@ def rebuild(structure: Structure, tensors: Iterator[Any]) -> Any:
         _, cls, context, *children = structure
         return pytree.SUPPORTED_NODES[cls].unflatten_fn([rebuild(c, tensors) for c in children], _thaw(context))
     _, cls, names, *children = structure
-    made = copy.copy(cls.__new__(cls))
+    made = object.__new__(cls)
     for name, child in zip(names, children, strict=True):
         object.__setattr__(made, name, rebuild(child, tensors))
     return made

@@ -5,10 +5,10 @@
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ _TORCH_OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
     | {name for name in torch.nn.Module().__dict__ if name.endswith("_hooks") or "_hooks_" in name}
 )
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
 _MUTABLE = (list, dict, set, deque)
 _CONTAINERS = (tuple, *_MUTABLE)
 _NO_CONTAINERS = (Module, Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
@@ -74,7 +74,7 @@ class ModuleState:
         root: The module.
         every_attribute: Compare also attributes that no forward pass of the tree reads.
         entry: A function of the root that runs in place of its forward.
-        ignored: Names of attributes that are not compared.
+        ignored: For modules of the tree, by id, the attributes that are not compared.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ModuleState:
         root: Module,
         every_attribute: bool = False,
         entry: FunctionType | None = None,
-        ignored: frozenset[str] = frozenset(),
+        ignored: Mapping[int, frozenset[str]] = MappingProxyType({}),
     ) -> None:
         self.name = name
         self.root = root
@@ -94,7 +94,7 @@ class ModuleState:
         self._members = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
         self._member_names = [tuple(d) for d in self._members]
         self._member_values = list(chain.from_iterable(d.values() for d in self._members))
-        self._left_out = _TORCH_OWN | ignored
+        self._left_out = {module: _TORCH_OWN | names for module, names in ignored.items()}
         reads = find_reads(set(self._classes), *_held_code(self._modules), entry=(type(root), entry))
         self._reads = None if every_attribute else reads.names
         self._variables = reads.variables
@@ -120,10 +120,11 @@ class ModuleState:
     def _read_attributes(self, module: Module) -> dict[str, Any]:
         """Returns the attributes of a module that the comparison is about."""
         reads = self._reads
+        left_out = self._left_out.get(id(module), _TORCH_OWN)
         return {
             k: v
             for k, v in module.__dict__.items()
-            if k not in self._left_out and (not is_interposed(v) if k == "forward" else reads is None or k in reads)
+            if k not in left_out and (not is_interposed(v) if k == "forward" else reads is None or k in reads)
         }
 
     def named(self) -> list[tuple[str, Module]]:
@@ -339,10 +340,10 @@ class AttributeWatch:
     Args:
         name: Dotted path of the root.
         root: The module, before the run.
-        ignored: Names of attributes that the run may set.
+        ignored: For modules of the tree, by id, the attributes that the run may set.
     """
 
-    def __init__(self, name: str, root: Module, ignored: frozenset[str] = frozenset()) -> None:
+    def __init__(self, name: str, root: Module, ignored: Mapping[int, frozenset[str]] = MappingProxyType({})) -> None:
         self._state = ModuleState(name, root, every_attribute=True, ignored=ignored)
         self._flags = self._state.flags()
         self._versions = [parameter._version for parameter in self._state.parameters.values()]

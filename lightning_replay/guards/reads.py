@@ -58,7 +58,9 @@ def find_reads(
     names: set[str] | None = set()
     variables: _Variables = {}
     others = tuple(sorted(set(types), key=id))
-    starts = [(cls, None) for cls in classes] + [(Module, function) for function in functions]
+    starts: list[tuple[type, FunctionType | None]] = [(cls, None) for cls in classes] + [
+        (Module, function) for function in functions
+    ]
     starts += [entry] if entry[1] is not None else []
     for cls, function in starts:
         found, more = _reads_of(cls, function, others)
@@ -96,8 +98,9 @@ def _reads_of(
             names.update(code.co_names)
             for name in code.co_names:
                 for owner in (cls, *others):
-                    pending += _definitions(owner, name)
-                if name in function.__globals__:
+                    # A run makes new objects, but not its module anew.
+                    pending += _definitions(owner, name) if owner is not cls or name != "__init__" else ()
+                if not library and name in function.__globals__:
                     pending.append(function.__globals__[name])
             if not library:
                 variables.update(_variables(function, code))
