@@ -29,7 +29,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_replay import ReplayStrategy
+from lightning_replay import Reason, ReplayStrategy
 from tests.benchmarks.receipt import ROOT, command_line, receipt, write
 from tests.helpers.digest import sha256
 from tests.helpers.models import cycled, image_batches
@@ -105,6 +105,7 @@ class Samples(Callback):
             self.memory.append(
                 {
                     "step": step,
+                    "recordings": _recordings(trainer),
                     "kind": f"{batch[0].shape[2]} px, epoch {'odd' if trainer.current_epoch % 2 else 'even'}",
                     "allocated_bytes": torch.cuda.memory_allocated(self._device),
                     "reserved_bytes": torch.cuda.memory_reserved(self._device),
@@ -113,6 +114,14 @@ class Samples(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validations += 1
+
+
+def _recordings(trainer: Trainer) -> int:
+    """Returns how many recordings were made so far, those of the gradient norm included."""
+    if not isinstance(trainer.strategy, ReplayStrategy):
+        return 0
+    report = trainer.strategy.report()
+    return len(report.recordings) + report.norm_native.get(Reason.RECORDING, 0)
 
 
 def fit(options: argparse.Namespace) -> dict[str, Any]:
@@ -158,7 +167,6 @@ def fit(options: argparse.Namespace) -> dict[str, Any]:
         "arm": options.arm,
         "steps": len(samples.actions),
         "actions": dict(Counter(str(action) for action in samples.actions)),
-        "last_recording": max((i for i, action in enumerate(samples.actions) if action == "record"), default=None),
         "epochs": trainer.current_epoch,
         "validations": samples.validations,
         "checkpoints": checkpoints,
@@ -172,12 +180,18 @@ def fit(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def settled(run: dict[str, Any]) -> int:
+    """Returns the step of the first sample after the last recording."""
+    made = max((sample["recordings"] for sample in run["memory"]), default=0)
+    return next((sample["step"] for sample in run["memory"] if sample["recordings"] == made), 0)
+
+
 def growth(run: dict[str, Any], since: int) -> dict[str, int] | None:
     """Returns by how many bytes memory grew from a step on, between samples of one kind; None without samples."""
     grown: dict[str, int] = {}
     first: dict[str, dict[str, int]] = {}
     for sample in run["memory"]:
-        if sample["step"] > since:
+        if sample["step"] >= since:
             start = first.setdefault(sample["kind"], sample)
             for what in ("allocated_bytes", "reserved_bytes"):
                 grown[what] = max(grown.get(what, 0), sample[what] - start[what])
@@ -187,10 +201,10 @@ def growth(run: dict[str, Any], since: int) -> dict[str, int] | None:
 def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns a row for each arm."""
     done = {run["arm"]: run for run in runs if "error" not in run}
-    recorded = max((run["last_recording"] or 0 for run in done.values()), default=0)
+    since = max(map(settled, done.values()), default=0)
     rows = []
     for run in done.values():
-        grown = growth(run, recorded) or {}
+        grown = growth(run, since) or {}
         compared = {key for key in run if key.endswith("sha256")}
         equal = len(done) == len(ARMS) and all(run[key] == done["native"][key] for key in compared)
         report = run["report"]
@@ -202,7 +216,7 @@ def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "recordings": len(report["recordings"]) if report else 0,
                 "validations": run["validations"],
                 "checkpoints": run["checkpoints"],
-                "last recording at step": run["last_recording"],
+                "memory compared since step": since if run["memory"] else "not measured",
                 "allocated grew by, bytes": grown.get("allocated_bytes", "not measured"),
                 "reserved grew by, bytes": grown.get("reserved_bytes", "not measured"),
                 "seconds": run["seconds"],
@@ -243,8 +257,9 @@ def main() -> int:
         **given,
         "what": "One long fit with BatchNorm, dropout, images of three sizes in turn, validation, checkpoints, and the"
         " first layers frozen in every other epoch; both arms side by side. Compared as bits: all losses, weights,"
-        " buffers, moments of the optimizer, random generators. Memory after the last recording: the most by which a"
-        " sample exceeds the first one of the same size and kind of epoch. Not as it has to be:"
+        " buffers, moments of the optimizer, random generators. Memory after the last recording (of the"
+        " network, or of the gradient norm, whose tensors change with freezing): the most by which a sample exceeds the"
+        " first one of the same size and kind of epoch. Not as it has to be:"
         f" {'; '.join(found) or 'nothing'}.",
         "workloads": {},
         "sizes": SIZES,
