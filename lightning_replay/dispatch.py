@@ -140,6 +140,7 @@ class Region:
         entry: The function that a run begins with, where that is not the module's forward.
         again: Runs it once more, without what it does outside of its results.
         ignored: For modules in it, by id, the attributes that it may set: whoever made the region answers for them.
+        wrote: A call was seen to set an attribute of the modules.
         instance_forward: The `forward` on the instance when the region was made, in front of the one of its class.
     """
 
@@ -155,6 +156,7 @@ class Region:
     outside: set[int] = field(default_factory=set)
     strikes: float = 0
     part: bool = False
+    wrote: bool = False
     instance_forward: Any = None
     path: str | None = None
     entry: Any = None

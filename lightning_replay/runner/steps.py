@@ -362,7 +362,10 @@ class Runner:
         after = Snapshot(self._backend, state.buffers if recording else {})
         if watched:  # libraries say things once, at a first call: what a call does that is to be recorded counts
             finding = finding or effects.finding
-        if (changed := watch.difference()) is not None:
+        changed = watch.difference()
+        if changed is not None and changed.reason is Reason.ATTRIBUTE_WRITTEN and not (watched or region.wrote):
+            region.wrote = True  # many networks settle something in their first call; a second time they are refused
+        elif changed is not None:
             line = line_that_sets(region.module, region.members, changed.where)
             finding = changed if line is None else replace(changed, actual=f"{changed.actual}, at {line}")
         if (drawn := after.host_random.moved_since(before.host_random)) is not None:

@@ -242,3 +242,23 @@ def test_default_dtype() -> None:
         actions=[*script(5), "native", "native", *["replay"] * 5],
         steps=STEPS,
     )
+
+
+class Settles(nn.Module):
+    """Decides something in its first call, as classifiers of transformers decide what kind of labels they have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.kind: str | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.kind is None:
+            self.kind = "single label"
+        return self.net(inputs) * (2.0 if self.kind == "single label" else 1.0)
+
+
+def test_what_is_set_in_the_first_call_only_is_recorded_as_a_whole() -> None:
+    trace = check_replayed(lambda: Learner(Settles()), actions=["native"] * 3 + ["record"] + ["replay"] * 3)
+
+    assert {recording.region for recording in trace.report.recordings} == {"net"}
