@@ -139,7 +139,9 @@ class Region:
         path: Dotted path of the module, where that is not the region's name.
         entry: The function that a run begins with, where that is not the module's forward.
         again: Runs it once more, without what it does outside of its results.
+        max_new_signatures: New signatures in a row after which calls are no longer observed until one repeats.
         ignored: For modules in it, by id, the attributes that it may set: whoever made the region answers for them.
+        unready: Calls that could not even be observed.
         wrote: A call was seen to set an attribute of the modules.
         instance_forward: The `forward` on the instance when the region was made, in front of the one of its class.
     """
@@ -157,10 +159,12 @@ class Region:
     strikes: float = 0
     part: bool = False
     wrote: bool = False
+    unready: int = 0
     instance_forward: Any = None
     path: str | None = None
     entry: Any = None
     again: Callable[..., Any] | None = None
+    max_new_signatures: int = MAX_NEW_SIGNATURES
     ignored: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     @property
@@ -284,7 +288,7 @@ class Dispatcher:
             return Decision(Action.NATIVE, finding, *where)
         seen = slot.sight(key)
         slot.new_in_a_row = 0 if seen else slot.new_in_a_row + 1
-        if slot.new_in_a_row > MAX_NEW_SIGNATURES:
+        if slot.new_in_a_row > region.max_new_signatures:
             finding = found(Reason.NEVER_REPEATS, "a signature that was seen before", str(arguments))
             return Decision(Action.NATIVE, finding, *where)
         if seen < self._warmup_steps:

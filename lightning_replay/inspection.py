@@ -32,7 +32,7 @@ class Tracer(LiftingMode):
         trace: The operations so far.
         difference: The first deviation from the expected trace.
         listening: Whether operations belong to the trace.
-        wait: The first operation that made the host wait for the device: why a deviation came about, if there is one.
+        access: The first operation in which the host took part: why a deviation came about, if there is one.
 
     Args:
         name: Dotted path of the region.
@@ -44,7 +44,7 @@ class Tracer(LiftingMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
         self._on = device
-        self.wait: Finding | None = None
+        self.access: Finding | None = None
         self._expected = expected
         self.listening = True
         self.trace: Trace = []
@@ -58,9 +58,9 @@ class Tracer(LiftingMode):
         """Adds an operation."""
         if not self.listening:
             return
-        if self._on is not None and self.wait is None:
+        if self._on is not None and self.access is None:
             finding = host_access(func, args, kwargs, self._on)
-            self.wait = finding if finding is not None and finding.reason is Reason.HOST_SYNC else None
+            self.access = None if finding is not None and finding.reason is Reason.HOST_TENSOR else finding
         host = crossing(func, args, kwargs) or (args if func is _LIFT else ())
         values = {id(tensor): host_values(tensor) for tensor in host}
         self._add((func, *(values.get(id(leaf)) or _frozen(leaf) for leaf in tree_leaves((args, kwargs)))))
@@ -96,6 +96,7 @@ class Inspector(Tracer):
     Attributes:
         foreign: Tensors used that are neither arguments, members of the region, nor made in it. Their addresses are
             frozen into a recording, so it must keep them alive. The constants are among them.
+        finding: What it refused, whatever became of the error on its way out of the region.
         constants: Device constants in place of host tensors that the region makes.
 
     Args:
@@ -126,6 +127,7 @@ class Inspector(Tracer):
         self._parameters = {_address(tensor) for tensor in parameters if tensor.numel()}
         self._known = self._inputs | self._parameters | {_address(tensor) for tensor in buffers}
         self.foreign: list[Tensor] = []
+        self.finding: Finding | None = None
         self.constants = HostConstants(device)
         self._made_on_host: dict[int, Any] = {}
 
@@ -141,6 +143,7 @@ class Inspector(Tracer):
             or self._check_generator()
         )
         if finding is not None:
+            self.finding = finding
             raise CaptureError(finding)
         self.note(func, *given)
         for leaf in tree_leaves((args, kwargs)):

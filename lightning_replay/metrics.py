@@ -50,7 +50,10 @@ class StepMetrics:
         # By identity throughout: the hash of a metric changes with its states.
         self._named = [(name, child) for name, child in root.named_modules() if isinstance(child, Metric)]
         self._collected = {
-            id(metric) for child in root.modules() if isinstance(child, MetricCollection) for metric in child.modules()
+            id(metric)
+            for child in root.modules()
+            if isinstance(child, MetricCollection) and child._enable_compute_groups
+            for metric in child.modules()
         }
         self._used: list[Metric] = []
         self._counts: list[int] = []

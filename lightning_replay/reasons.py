@@ -59,7 +59,7 @@ class Reason(Enum):
     NEVER_REPEATS = (
         "never_repeats",
         "Each call so far had another signature: another shape, or another plain value among the arguments.",
-        "Pass a number that changes as a tensor on the device; pad or bucket inputs whose shapes change.",
+        "Pass changing numbers as tensors on the device, leave names and ids out, pad or bucket changing shapes.",
     )
     UNRECORDED_MODE = (
         "unrecorded_mode",
@@ -132,8 +132,8 @@ class Reason(Enum):
     )
     ATTRIBUTE_WRITTEN = (
         "attribute_written",
-        "The forward pass sets attributes or fills containers; a replay would not.",
-        "Return the value instead, or set it in training_step.",
+        "The region sets attributes or fills containers; a replay would not.",
+        "Return the value and set it outside: of a network in training_step, of a whole step in a hook.",
     )
     BUFFER_REBOUND = (
         "buffer_rebound",
@@ -221,7 +221,7 @@ class Reason(Enum):
     HOST_SYNC = (
         "host_sync",
         "The region waits for the device: .item(), nonzero, boolean masks, printing or copying to the CPU.",
-        "Keep the value on the device, or do it in training_step outside of the network.",
+        "Keep the value on the device, or do it outside: of a network in training_step, of a whole step in a hook.",
     )
     HOST_TENSOR = (
         "host_tensor",

@@ -489,8 +489,13 @@ class ReplayStrategy(SingleDeviceStrategy):
             gradients_published=self._published + sum(done.published for done in passes),
             gradients_added=self._added + sum(done.added for done in passes),
             gradients_copied=self._copied + sum(done.copied for done in passes),
-            messages=self._messages | ({} if clipper is None else clipper.messages),
+            messages=self._messages | self._norm_messages(),
         )
+
+    def _norm_messages(self) -> dict[Reason, str]:
+        """Returns the clipper's messages. That nothing is clipped is no news to who did not ask for it."""
+        messages = {} if self._clipper is None else self._clipper.messages
+        return {reason: message for reason, message in messages.items() if reason is not Reason.NORM_NO_LIMIT}
 
     def _reset_counts(self) -> None:
         self._steps_total = 0

@@ -38,6 +38,9 @@ from lightning_replay.runner.modules import is_compiled
 
 NAME = "training_step"
 
+PATIENCE = 5
+"""New signatures in a row after which steps are left to their networks: names or ids in a batch never repeat."""
+
 _OWN = frozenset({"_trainer", "_fabric", "_current_fx_name", "_metric_attributes"})
 """Attributes by which Lightning connects a module to the Trainer and to its log."""
 
@@ -81,6 +84,7 @@ class WholeStep:
             path="",
             entry=_plain_function(module),
             again=self._run_again,
+            max_new_signatures=PATIENCE,
             ignored={**dict.fromkeys(map(id, self._modules), _OWN), **self._metrics.ignored()},
         )
         runner.regions.append(self.region)

@@ -25,7 +25,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _TORCH_MODULES = str(Path(torch.nn.__file__).resolve().parent)
 _SKIPPED = (_PACKAGE, _TORCH, str(warnings.__file__), str(contextlib.__file__), "<")
-_CALLER = str(Path(__file__).resolve().with_name("recording.py"))
+_CALLERS = (f"{_PACKAGE}/engine/recording.py", f"{_PACKAGE}/runner/steps.py")
 
 
 def is_allocation(func: OpOverload) -> bool:
@@ -108,7 +108,7 @@ def user_line() -> str:
     """
     frame: FrameType | None = sys._getframe(1)
     inside = "the backward pass"
-    while frame is not None and frame.f_code.co_filename != _CALLER:
+    while frame is not None and frame.f_code.co_filename not in _CALLERS:
         name = frame.f_code.co_filename
         if not name.startswith(_SKIPPED):
             return _line(frame)

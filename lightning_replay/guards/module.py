@@ -95,7 +95,9 @@ class ModuleState:
         self._member_names = [tuple(d) for d in self._members]
         self._member_values = list(chain.from_iterable(d.values() for d in self._members))
         self._left_out = {module: _TORCH_OWN | names for module, names in ignored.items()}
-        reads = find_reads(set(self._classes), *_held_code(self._modules), entry=(type(root), entry))
+        # A metric is no part of a network; a forward pass that updates one is refused for setting its attributes.
+        code = [m for m in self._modules if id(m) in ignored or not _is_metric(m)]
+        reads = find_reads(set(map(type, code)), *_held_code(code), entry=(type(root), entry))
         self._reads = None if every_attribute else reads.names
         self._variables = reads.variables
         self._dicts = [module.__dict__ for module in self._modules]
@@ -251,6 +253,10 @@ class ModuleState:
                 return self._finding(Change.CONTENTS, path, "the contents as recorded", "other contents")
         self._prepare_attributes()  # equal values in new objects, or an attribute that nothing reads
         return None
+
+
+def _is_metric(module: Module) -> bool:
+    return any(base.__module__.split(".")[0] == "torchmetrics" for base in type(module).__mro__)
 
 
 def _held_code(modules: Sequence[Module]) -> tuple[set[type], set[FunctionType]]:

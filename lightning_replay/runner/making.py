@@ -124,7 +124,14 @@ class Maker:
                 inspector.begin()
                 with inspector if watch and inspects else constants():
                     watching = (inspector.begin_forward, inspector.end_forward) if watch else ()
-                    reference = recorder.run_reference(*watching)
+                    try:
+                        reference = recorder.run_reference(*watching)
+                    except Exception as error:
+                        if isinstance(error, CaptureError) or inspector.finding is None:
+                            raise
+                        raise CaptureError(inspector.finding) from error  # TorchScript makes errors its own
+                if inspector.finding is not None:  # the region has caught the error
+                    raise CaptureError(inspector.finding)
                 trial = self._trial(
                     sample, reference.outputs, reference.gradients, reference.input_gradients, trainable
                 )

@@ -49,13 +49,18 @@ from lightning_replay.runner.modules import is_compiled, make_region, module_at,
 StepAction = Literal["native", "record", "replay"]
 
 
-SPLITTING = frozenset(
+MAX_UNREADY = 5
+"""Calls of a region, never recorded, that its hooks or arguments forbade to record, before its parts are tried."""
+
+UNREADY = frozenset({Reason.HOOKS, Reason.HIDDEN_STATE, Reason.ARGUMENT})
+"""Reasons for which a call is not even observed, and that may end with the next one."""
+
+SPLITTING = UNREADY | frozenset(
     {
         Reason.ATTRIBUTE_WRITTEN,
         Reason.BUFFER_REBOUND,
         Reason.PARAMETER_WRITTEN,
         Reason.LOG_IN_REGION,
-        Reason.ARGUMENT,
         Reason.UNSUPPORTED_TENSOR,
         Reason.INPUT_WRITTEN,
         Reason.OUTPUT_ALIAS,
@@ -272,7 +277,16 @@ class Runner:
         self._step[decision.action] += 1
         if decision.finding is not None:
             self._on_finding(decision.finding)
+            self._count_unready(region, decision.finding)
         return self._act(region, decision, args, kwargs)
+
+    def _count_unready(self, region: Region, finding: Finding) -> None:
+        """Gives a region up whose calls cannot even be observed, so that its parts are tried."""
+        if finding.reason in UNREADY and region.refusal is None and not region.engaged():
+            region.unready += 1
+            if region.unready == MAX_UNREADY:
+                region.refusal = finding
+                self._to_split.append(region)
 
     def _act(self, region: Region, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does what was decided for a call."""
@@ -358,7 +372,7 @@ class Runner:
         if tracer is not None:
             tracer.end_forward()
             decision.slot.traces[decision.key] = tracer.trace
-            finding = tracer.difference and (tracer.wait or tracer.difference)
+            finding = tracer.difference and (tracer.access or tracer.difference)
         after = Snapshot(self._backend, state.buffers if recording else {})
         if watched:  # libraries say things once, at a first call: what a call does that is to be recorded counts
             finding = finding or effects.finding

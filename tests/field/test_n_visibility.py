@@ -156,7 +156,7 @@ def test_f56_a_machine_without_a_device() -> None:
 
     assert replay.trace is not None
     assert replay.trace.report.reasons == {Reason.NO_CUDA: STEPS}
-    assert list(replay.trace.report.messages) == [Reason.NO_CUDA]
+    assert Reason.NO_CUDA in replay.trace.report.messages
 
 
 def test_f56_manual_optimization(field: Field) -> None:

@@ -472,7 +472,7 @@ NATIVE: dict[str, tuple[Callable[[], nn.Module], Any, Reason, str]] = {
     "parameter moved": (lambda: Scripted(_move_parameter), batches, Reason.ATTRIBUTE_WRITTEN, "net.weight"),
     "parameter replaced": (lambda: Scripted(_replace_parameter), batches, Reason.ATTRIBUTE_WRITTEN, "net.weight"),
     "input written": (lambda: Scripted(_write_input), batches, Reason.INPUT_WRITTEN, "net"),
-    "python random": (lambda: Scripted(_python_random), batches, Reason.HOST_RANDOM, "net"),
+    "python random": (lambda: Scripted(_python_random), batches, Reason.HOST_RANDOM, "test_models.py"),
     "numpy random": (lambda: Scripted(_numpy_random), batches, Reason.HOST_RANDOM, "net"),
     "private generator": (lambda: Scripted(_own_generator), batches, Reason.HOST_RANDOM, "test_models.py"),
     "seed set": (lambda: Scripted(_set_seed), batches, Reason.HOST_RANDOM, "test_models.py"),
