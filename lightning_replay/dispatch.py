@@ -104,6 +104,7 @@ class Slot:
     engaged: dict[Hashable, Engaged] = field(default_factory=dict)
     sightings: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)
     traces: dict[Hashable, Trace] = field(default_factory=dict)
+    results: dict[Hashable, Any] = field(default_factory=dict)
     attempts: dict[Hashable, int] = field(default_factory=dict)
     new_in_a_row: int = 0
     waiting: "Callable[[], Any] | None" = None
@@ -117,7 +118,9 @@ class Slot:
         seen = self.sightings.pop(key, 0)
         self.sightings[key] = seen + 1
         if len(self.sightings) > REMEMBERED_SIGNATURES:
-            self.traces.pop(self.sightings.popitem(last=False)[0], None)
+            forgotten = self.sightings.popitem(last=False)[0]
+            self.traces.pop(forgotten, None)
+            self.results.pop(forgotten, None)
         return seen
 
 
@@ -187,6 +190,7 @@ class Region:
             slot.engaged.clear()
             slot.sightings.clear()
             slot.traces.clear()
+            slot.results.clear()
             slot.attempts.clear()
         self.state = self.buffers = None
         return dropped
@@ -338,6 +342,8 @@ class Dispatcher:
             ):
                 actual = f"{type(parameter).__qualname__} on {parameter.device}"
                 return Finding(Reason.UNSUPPORTED_TENSOR, name, f"a plain parameter on {self._device}", actual)
+        if (finding := state.find_iterator()) is not None:
+            return finding
         region.state = state
         region.buffers = GradientBuffers(list(state.parameters.values()))
         return None

@@ -21,11 +21,15 @@ from torch import Tensor
 
 from lightning_replay.reasons import Finding, Reason
 
+_CLOCKS = {getattr(time, name) for name in ("clock_gettime", "clock_gettime_ns") if hasattr(time, name)}
 _EFFECTS = frozenset(
-    {print, input, open, os.urandom, os.read, os.write}
+    {print, input, open, os.urandom, os.read, os.write, os.stat, os.utime, os.mkdir, os.remove, os.unlink, os.rename}
+    | {os.replace, os.listdir, os.scandir, os.system}
+    | {time.thread_time, time.thread_time_ns, *_CLOCKS}
     | {time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns}
     | {time.process_time, time.process_time_ns, time.localtime, time.gmtime, time.strftime, time.sleep}
 )
+_FILES = frozenset({torch.save.__code__, torch.load.__code__})
 _TODAY = frozenset({"now", "utcnow", "today"})
 _STREAM = frozenset({"write", "writelines", "read", "readline", "readlines"})
 _NUMBERS = frozenset({"numpy", "tolist"})
@@ -39,6 +43,7 @@ class EffectWatch:
     Attributes:
         finding: The first effect.
         random_line: Where Python's random numbers were first drawn.
+        blind: A profiler had the place of the watch.
 
     Args:
         device: The device of the recordings. On another device than the CPU a tensor cannot be read as numbers without
@@ -49,10 +54,12 @@ class EffectWatch:
         self._reads_numbers = device.type == "cpu"
         self.finding: Finding | None = None
         self.random_line: str | None = None
+        self.blind = False
 
     def __enter__(self) -> "EffectWatch":
         # A Python profiler at work keeps its place: it would miss calls otherwise.
-        if sys.getprofile() is None:
+        self.blind = sys.getprofile() is not None
+        if not self.blind:
             sys.setprofile(self._note)
         return self
 
@@ -61,7 +68,11 @@ class EffectWatch:
             sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
-        if event != "c_call" or self.finding is not None:
+        if self.finding is not None:
+            return
+        if event == "call" and frame.f_code in _FILES:
+            self.finding = _found(user_line(frame) or frame.f_code.co_name, f"{frame.f_code.co_name}()")
+        if event != "c_call":
             return
         owner = getattr(function, "__self__", None)
         if isinstance(owner, random.Random):
@@ -71,8 +82,11 @@ class EffectWatch:
                 expected = "work that the device can do alone"
                 self.finding = Finding(Reason.HOST_SYNC, line, expected, f"Tensor.{function.__name__}()")
         elif _is_effect(function, owner) and not _is_trusted(frame) and not _is_collecting(frame):
-            line = user_line(frame) or function.__name__
-            self.finding = Finding(Reason.HOST_EFFECT, line, "no effect but the results", f"{function.__name__}()")
+            self.finding = _found(user_line(frame) or function.__name__, f"{function.__name__}()")
+
+
+def _found(where: str, actual: str) -> Finding:
+    return Finding(Reason.HOST_EFFECT, where, "no effect but the results", actual)
 
 
 def _is_effect(function: Any, owner: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from lightning_replay.engine.host import HostConstants, HostValues, LiftingMode, host_values
@@ -127,6 +127,7 @@ class Inspector(Tracer):
         self._parameters = {_address(tensor) for tensor in parameters if tensor.numel()}
         self._known = self._inputs | self._parameters | {_address(tensor) for tensor in buffers}
         self.foreign: list[Tensor] = []
+        self._others: set[int] = set()
         self.finding: Finding | None = None
         self.constants = HostConstants(device)
         self._made_on_host: dict[int, Any] = {}
@@ -150,6 +151,7 @@ class Inspector(Tracer):
             strange = isinstance(leaf, Tensor) and leaf.numel() and _address(leaf) not in self._known
             if strange and leaf.device.type == self._device.type:
                 self._known.add(_address(leaf))
+                self._others.add(_address(leaf))
                 self.foreign.append(leaf.detach())
         result = func(*args, **kwargs)
         self._random = self._random_state()
@@ -163,6 +165,12 @@ class Inspector(Tracer):
         """Reads the generator where the run begins, before the forward pass."""
         self.listening = False
         self._random = self._random_state()
+
+    def end_forward(self) -> None:
+        """Stops listening, and looks whether the generator was set after the last operation."""
+        super().end_forward()
+        with _disable_current_modes():
+            self.finding = self.finding or self._check_generator()
 
     def _check_generator(self) -> Finding | None:
         if torch.equal(self._random, self._random_state()):
@@ -207,6 +215,9 @@ class Inspector(Tracer):
         for tensor in written_tensors(func, args, kwargs):
             if _address(tensor) in self._inputs:
                 return Finding(Reason.INPUT_WRITTEN, user_line(), "arguments that are only read", str(func))
+            if _address(tensor) in self._others or (tensor.numel() and _address(tensor) not in self._known):
+                expected = "tensors of other objects that are only read"
+                return Finding(Reason.ATTRIBUTE_WRITTEN, user_line(), expected, f"{func} in place")
             if _address(tensor) in self._parameters:
                 return Finding(Reason.PARAMETER_WRITTEN, user_line(), "parameters that are only read", str(func))
         return None

@@ -21,8 +21,10 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_replay.dispatch import Region
@@ -77,6 +79,7 @@ class WholeStep:
         self._others: tuple[Any, ...] = ()
         self._ran = False
         self._live = True
+        self._inside = False
         self.region = Region(
             NAME,
             module,
@@ -102,6 +105,15 @@ class WholeStep:
             return Finding(Reason.COMPILED_MODULE, NAME, "operations that can be watched", "a compiled module")
         return None
 
+    def _find_held(self) -> Finding | None:
+        """Finds a Trainer, optimizer or scheduler that a module keeps: what it says changes from step to step."""
+        for module in self._modules:
+            for name, value in module.__dict__.items():
+                if name not in _OWN and isinstance(value, (Trainer, Optimizer, LRScheduler)):
+                    actual = f"a {type(value).__name__} is kept there"
+                    return Finding(Reason.TRAINER_READ, f"self.{name}", "a step that cannot read it", actual)
+        return None
+
     def run_step(self, args: tuple[Any, ...], counts: bool, otherwise: Callable[[], Any]) -> tuple[bool, Any]:
         """Runs a training step.
 
@@ -115,6 +127,9 @@ class WholeStep:
         """
         if self._reason is not None:
             self._on_finding(self._reason)
+            return False, otherwise()
+        if (held := self._find_held()) is not None:
+            self._on_finding(held)
             return False, otherwise()
         batch, self._others = args[0], args[1:]
         self._ran = False
@@ -164,7 +179,11 @@ class WholeStep:
                 if module._trainer is not None:
                     stand_in = WatchedTrainer(module._trainer, self._note_read)
                     stack.enter_context(Shadowed(module, "_trainer", stand_in))
-            result = self._native(batch, *self._others)
+            self._inside = True
+            try:
+                result = self._native(batch, *self._others)
+            finally:
+                self._inside = False
         return result, logged
 
     def _log(
@@ -179,6 +198,9 @@ class WholeStep:
     ) -> None:
         if options.get("enable_graph") or any(isinstance(given, Tensor) for given in (*others, *options.values())):
             self._refuse(Finding(Reason.LOGGED_VALUE, f"self.log({name!r})", "plain arguments", f"{options}"))
+        if not self._inside:  # someone has kept this function beyond the step
+            log(name, value, *others, **options)
+            return
         metric = value if isinstance(value, Metric) else None
         plain = (metric is None and value, *others, *options.values())
         with handing_out(f"self.log({name!r})", *plain), _with_real_trainer(module):
@@ -194,7 +216,7 @@ class WholeStep:
         logged.append((self._log_calls.index(call), kept))
 
     def _note_read(self, attribute: str) -> None:
-        if attribute not in _FIXED:
+        if self._inside and attribute not in _FIXED:
             where = f"self.trainer.{attribute}"
             expected = "a step that depends on its batch and its modules"
             self._refuse(Finding(Reason.TRAINER_READ, where, expected, f"used at {user_line()}"))

@@ -3,40 +3,86 @@
 """Stand between a module and its own forward, for the duration of a block."""
 
 import contextlib
+import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch.nn import Module
 
 
+class Interposed:
+    """Stands in front of a module's forward.
+
+    A copy of the module, made while it is there, gets the forward of its own class, and loses this again when the
+    block ends; a pickle of the module holds the forward of its class.
+
+    Args:
+        module: The module.
+        run: What is called.
+        before: The module's own instance attribute, if it has one.
+    """
+
+    def __init__(self, module: Module, run: Callable[..., Any], before: Any) -> None:
+        self._module = module
+        self._run = run
+        self._before = before
+        self.copies: list[weakref.ref[Module]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls what stands in front."""
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        copied = memo.get(id(self._module))
+        if copied is None:
+            return partial(type(self._module).forward, self._module)
+        self.copies.append(weakref.ref(copied))
+        return partial(type(copied).forward, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._before is not None:
+            return partial, (self._before,)
+        return partial, (type(self._module).forward, self._module)
+
+
 def is_interposed(forward: Any) -> bool:
     """Tells whether an instance attribute `forward` was put there by `interposed`."""
-    return getattr(forward, "_interposed", False) is True
+    return isinstance(forward, Interposed)
 
 
 @contextlib.contextmanager
 def interposed(wrappers: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
     """Puts an instance attribute `forward` on each module and takes it away again.
 
-    Nothing is left on a module afterwards, so that copies, pickles and state dicts never meet it.
+    Nothing is left on a module afterwards, nor on copies made meanwhile. A forward that the block itself sets stays.
 
     Args:
         wrappers: For each module what is called in place of its forward.
     """
-    before = [(module.__dict__, module.__dict__.get("forward"), wrapper) for module, wrapper in wrappers.items()]
-    for module, wrapper in wrappers.items():
-        wrapper.__dict__["_interposed"] = True
-        module.__dict__["forward"] = wrapper
+    owned = {module: module.__dict__.get("forward") for module in wrappers}
+    before = [(module, owned[module], Interposed(module, run, owned[module])) for module, run in wrappers.items()]
+    for module, _, standing in before:
+        module.__dict__["forward"] = standing
     try:
         yield
     finally:
-        for attributes, forward, wrapper in before:
-            if attributes.get("forward") is not wrapper:
-                continue  # the block itself has set another, or deleted it
-            if forward is None:
-                attributes.pop("forward", None)
-            else:
-                attributes["forward"] = forward
+        for module, forward, standing in before:
+            if module.__dict__.get("forward") is standing:
+                _put(module, forward)
+            for copied in filter(None, (reference() for reference in standing.copies)):
+                if isinstance(copied.__dict__.get("forward"), partial):
+                    _put(copied, None)
+
+
+def _put(module: Module, forward: Any) -> None:
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
 
 
 class Shadowed:

@@ -4,6 +4,8 @@
 
 import copy
 import functools
+import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -11,6 +13,7 @@ from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -18,7 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from lightning_replay.engine.interposition import is_interposed
 from lightning_replay.guards.changes import Change
-from lightning_replay.guards.reads import find_reads
+from lightning_replay.guards.reads import Reads, find_reads
 from lightning_replay.reasons import Finding, Reason
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -28,12 +31,18 @@ _TORCH_OWN = frozenset(
 )
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
 _MUTABLE = (list, dict, set, deque)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_PYTHON_RANDOM = random.random.__self__  # type: ignore[attr-defined]
 _CONTAINERS = (tuple, *_MUTABLE)
-_NO_CONTAINERS = (Module, Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+_NO_CONTAINERS = (Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "numpy", "builtins", "weakref", "typing", "logging"})
 
 MAX_DEPTH = 4
 """How deep containers inside containers are looked into."""
+
+
+MAX_ARRAY_BYTES = 2**16
+"""The size up to which the contents of a NumPy array are compared."""
 
 
 def join(prefix: str, name: str) -> str:
@@ -97,7 +106,7 @@ class ModuleState:
         self._left_out = {module: _TORCH_OWN | names for module, names in ignored.items()}
         # A metric is no part of a network; a forward pass that updates one is refused for setting its attributes.
         code = [m for m in self._modules if id(m) in ignored or not _is_metric(m)]
-        reads = find_reads(set(map(type, code)), *_held_code(code), entry=(type(root), entry))
+        reads = _find_all_reads(code, (type(root), entry))
         self._reads = None if every_attribute else reads.names
         self._variables = reads.variables
         self._dicts = [module.__dict__ for module in self._modules]
@@ -204,12 +213,28 @@ class ModuleState:
         self._outer = [getter() for _, getter in self._variables]
         self._sizes = list(map(len, self._dicts))
         self._containers: list[tuple[str, Any, list[Any]]] = []
-        seen: set[int] = set()
+        seen = set(map(id, self._modules))
         for (path, _), attributes in zip(self._named, self._attributes, strict=True):
             for key, value in attributes.items():
                 self._add_containers(join(path, key), value, seen, 0)
         for (name, _), value in zip(self._variables, self._outer, strict=True):
             self._add_containers(name, value, seen, 0)
+        held = chain(self._flat, *(items for _, _, items in self._containers))
+        self._plain = [value for value in held if isinstance(value, Tensor) and value.layout is torch.strided]
+        self._plain_memory = list(map(Tensor.data_ptr, self._plain))
+
+    def find_iterator(self) -> Finding | None:
+        """Finds something among the attributes that a run would advance, and a replay would not."""
+        named = [(join(p, k), v) for (p, _), a in zip(self._named, self._attributes, strict=True) for k, v in a.items()]
+        named += [(name, value) for (name, _), value in zip(self._variables, self._outer, strict=True)]
+        named += [(path, item) for path, _, items in self._containers for item in items]
+        for path, value in named:
+            kind = f"a {type(value).__qualname__}"
+            if isinstance(value, _GENERATORS) and value is not _PYTHON_RANDOM:
+                return Finding(Reason.HOST_RANDOM, path, "the device's default generator", kind)
+            if isinstance(value, Iterator) and not isinstance(value, Tensor):
+                return Finding(Reason.ATTRIBUTE_WRITTEN, path, "nothing that a run advances", kind)
+        return None
 
     def _add_containers(self, path: str, value: Any, seen: set[int], depth: int) -> None:
         """Adds a container and those inside it, each object once."""
@@ -233,6 +258,7 @@ class ModuleState:
             and all(map(is_, live, self._flat))
             and all(map(is_, outer, self._outer))
             and list(map(len, self._dicts)) == self._sizes
+            and list(map(Tensor.data_ptr, self._plain)) == self._plain_memory
             and all(_same_items(value, items, self._reads) for _, value, items in self._containers)
         ):
             return None
@@ -248,6 +274,10 @@ class ModuleState:
         for (name, _), earlier, value in zip(self._variables, self._outer, outer, strict=True):
             if not _same_value(earlier, value):
                 return self._finding(Change.VARIABLE, name, _show(earlier), _show(value))
+        if list(map(Tensor.data_ptr, self._plain)) != self._plain_memory:
+            return self._finding(
+                Change.CONTENTS, self.name, "tensors among the attributes where they were", "other memory of one"
+            )
         for path, container, items in self._containers:
             if not _same_items(container, items, self._reads):
                 return self._finding(Change.CONTENTS, path, "the contents as recorded", "other contents")
@@ -259,23 +289,41 @@ def _is_metric(module: Module) -> bool:
     return any(base.__module__.split(".")[0] == "torchmetrics" for base in type(module).__mro__)
 
 
-def _held_code(modules: Sequence[Module]) -> tuple[set[type], set[FunctionType]]:
-    """Returns the classes of the objects, and the functions, that modules hold: a forward pass may run their code."""
+def _find_all_reads(modules: Sequence[Module], entry: tuple[type, FunctionType | None]) -> Reads:
+    """Returns what the forward passes of modules may read, in the code of the objects too that they read."""
+    classes = set(map(type, modules))
+    held = [v for m in modules for k, v in m.__dict__.items() if k not in _TORCH_OWN and not is_interposed(v)]
+    types, functions = _held_code(held)
+    reads = find_reads(classes, types, functions, entry)
+    # Of what globals and closures hold, code of the packages that the modules come from is looked into.
+    packages = {_package(cls) for cls in classes} - _LIBRARIES
+    more_types, more_functions = _held_code([getter() for _, getter in reads.variables])
+    types |= {cls for cls in more_types if _package(cls) in packages}
+    functions |= {function for function in more_functions if _package(function) in packages}
+    return find_reads(classes, types, functions, entry)
+
+
+def _package(item: Any) -> str:
+    return (item.__module__ or "").split(".")[0]
+
+
+def _held_code(values: Sequence[Any]) -> tuple[set[type], set[FunctionType]]:
+    """Returns the classes of the objects, and the functions, among values and in them: their code may run."""
     types: set[type] = set()
     functions: set[FunctionType] = set()
-    pending = [(v, 0) for m in modules for k, v in m.__dict__.items() if k not in _TORCH_OWN and not is_interposed(v)]
+    pending = [(value, 0) for value in values]
     seen: set[int] = set()
     while pending:
         value, depth = pending.pop()
         if isinstance(value, functools.partial):
             pending += [(item, depth) for item in (value.func, *value.args, *value.keywords.values())]
         value = getattr(value, "__func__", value)
-        if isinstance(value, FunctionType):
+        if isinstance(value, FunctionType) and _package(value) not in _LIBRARIES:
             functions.add(value)
         if depth > MAX_DEPTH or id(value) in seen or not _is_container(value):
             continue
         seen.add(id(value))
-        if not isinstance(value, _CONTAINERS):
+        if _package(type(value)) not in sys.stdlib_module_names:
             types.add(type(value))
         pending += [(item, depth + 1) for item in _items(value, None)]
     return types, functions
@@ -297,7 +345,9 @@ def _is_container(value: Any) -> bool:
     """Tells whether a value holds others that matter: a builtin container, or an instance of a user's own class."""
     if isinstance(value, _CONTAINERS):
         return True
-    if isinstance(value, _NO_CONTAINERS) or not hasattr(value, "__dict__"):
+    if isinstance(value, (Module, np.ndarray)):
+        return True
+    if isinstance(value, _NO_CONTAINERS) or not (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
         return False
     return type(value).__module__.split(".")[0] not in _LIBRARIES
 
@@ -308,7 +358,31 @@ def _items(container: Any, names: frozenset[str] | None) -> list[Any]:
         return [*container.keys(), *container.values()]
     if isinstance(container, _CONTAINERS):
         return list(container)
-    return [item for k, v in vars(container).items() if names is None or k in names for item in (k, v)]
+    if isinstance(container, np.ndarray):
+        return [container.tobytes()] if container.nbytes <= MAX_ARRAY_BYTES and not container.dtype.hasobject else []
+    attributes = _attributes(container)
+    if isinstance(container, Module):
+        own = [item for k in ("_parameters", "_buffers", "_modules") for item in attributes[k].values()]
+        attributes = {k: v for k, v in attributes.items() if k not in _TORCH_OWN}
+        return [*own, container.training, *_named(attributes, names)]
+    return _named(attributes, names)
+
+
+def _named(attributes: dict[str, Any], names: frozenset[str] | None) -> list[Any]:
+    return [item for k, v in attributes.items() if names is None or k in names for item in (k, v)]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, those in slots included."""
+    slots = [slot for base in type(value).__mro__ for slot in _slots(base)]
+    inside = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
+    return {**inside, **getattr(value, "__dict__", {})}
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _same_items(container: Any, items: list[Any], names: frozenset[str] | None) -> bool:
@@ -347,10 +421,17 @@ class AttributeWatch:
         name: Dotted path of the root.
         root: The module, before the run.
         ignored: For modules of the tree, by id, the attributes that the run may set.
+        entry: A function of the root that runs in place of its forward.
     """
 
-    def __init__(self, name: str, root: Module, ignored: Mapping[int, frozenset[str]] = MappingProxyType({})) -> None:
-        self._state = ModuleState(name, root, every_attribute=True, ignored=ignored)
+    def __init__(
+        self,
+        name: str,
+        root: Module,
+        ignored: Mapping[int, frozenset[str]] = MappingProxyType({}),
+        entry: FunctionType | None = None,
+    ) -> None:
+        self._state = ModuleState(name, root, every_attribute=True, entry=entry, ignored=ignored)
         self._flags = self._state.flags()
         self._versions = [parameter._version for parameter in self._state.parameters.values()]
         self._saved = [(module.__dict__, dict(module.__dict__)) for module in root.modules()]

@@ -10,6 +10,9 @@ from types import CodeType, FunctionType
 
 from torch.nn import Module
 
+_EVERYTHING = frozenset({"locals", "vars", "eval", "exec"})
+"""What gives access to a variable without naming it."""
+
 
 def find_use(owner: type, function: FunctionType, position: int) -> str | None:
     """Finds a use of a parameter that is given by position.
@@ -37,8 +40,12 @@ def _find_use(owner: type, function: FunctionType, position: int, above: frozens
     else:
         return None
     line = _line_of_load(code, name)
+    if not _EVERYTHING.isdisjoint(code.co_names):
+        return line or f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}"
     if line is None or code in above:
         return None
+    if hasattr(function, "__wrapped__"):  # its source is shown as that of what it wraps
+        return line
     if position >= code.co_argcount or (handed := _handed_on(owner, function, name)) is None:
         return line
     for method, argument in handed:

@@ -7,6 +7,7 @@ is watched like an attribute.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -74,36 +75,38 @@ def _reads_of(
     cls: type, start: FunctionType | None, others: tuple[type, ...]
 ) -> tuple[frozenset[str] | None, _Variables]:
     names: set[str] = set()
-    dynamic = False
+    dynamic = any(_looks_attributes_up(owner) for owner in (cls, *others))
     variables: _Variables = {}
     pending: list[Any] = [start] if start is not None else _definitions(cls, "forward")
     if start is None and cls.__call__ is not Module.__call__:
         pending += _definitions(cls, "__call__")
     for other in others:
-        pending += _definitions(other, "__call__")
+        for name in _implicit_methods(other):
+            pending += _definitions(other, name)
     done: set[FunctionType] = set()
     while pending:
         item = pending.pop()
-        if isinstance(item, property):
-            pending.append(item.fget)
-        function = _function(item)
-        if function is None or function in done:
+        if not isinstance(item, FunctionType):
+            pending += _inner(item)
             continue
-        done.add(function)
-        library = (function.__module__ or "").split(".")[0] in _LIBRARIES
-        if library and not _is_method(cls, function):
+        if item in done:
             continue
-        for code in _codes(function.__code__):
+        done.add(item)
+        pending += _inner(item)
+        library = (item.__module__ or "").split(".")[0] in _LIBRARIES
+        if library and not _is_method(cls, item):
+            continue
+        for code in _codes(item.__code__):
             dynamic |= not library and not _DYNAMIC.isdisjoint(code.co_names)
             names.update(code.co_names)
             for name in code.co_names:
                 for owner in (cls, *others):
                     # A run makes new objects, but not its module anew.
                     pending += _definitions(owner, name) if owner is not cls or name != "__init__" else ()
-                if not library and name in function.__globals__:
-                    pending.append(function.__globals__[name])
+                if not library and name in item.__globals__:
+                    pending.append(item.__globals__[name])
             if not library:
-                variables.update(_variables(function, code))
+                variables.update(_variables(item, code))
     for owner in (cls, *others):
         variables.update(_class_members(owner, names))
     return None if dynamic else frozenset(names), variables
@@ -117,13 +120,26 @@ def _variables(function: FunctionType, code: CodeType) -> Iterator[tuple[Any, tu
             continue
         value = function.__globals__[name]
         yield (id(function.__globals__), name), (f"{where}.{name}", functools.partial(function.__globals__.get, name))
-        if isinstance(value, (ModuleType, type)) and value.__name__.split(".")[0] not in _LIBRARIES:
-            for inner in code.co_names:
-                if inner in vars(value):
-                    path = f"{where}.{name}.{inner}"
-                    yield (id(value), inner), (path, functools.partial(vars(value).get, inner))
+        yield from _inside(where, name, value, code.co_names)
+    for name in code.co_names:  # imported by the function itself
+        if name not in function.__globals__ and name in sys.modules:
+            yield from _inside(where, name, sys.modules[name], code.co_names)
+    yield id(function), (f"{function.__qualname__}'s defaults", functools.partial(getattr, function, "__defaults__"))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield id(cell), (f"{function.__qualname__}.<{name}>", functools.partial(_contents, cell))
+
+
+def _inside(
+    where: str, name: str, value: Any, names: Iterable[str], depth: int = 3
+) -> Iterator[tuple[Any, tuple[str, Callable[[], Any]]]]:
+    """Yields what a module or class holds under names that code uses, and what modules and classes in it do."""
+    if not isinstance(value, (ModuleType, type)) or value.__name__.split(".")[0] in _LIBRARIES or not depth:
+        return
+    for inner in names:
+        if inner in vars(value):
+            path = f"{where}.{name}.{inner}"
+            yield (id(value), inner), (path, functools.partial(vars(value).get, inner))
+            yield from _inside(f"{where}.{name}", inner, vars(value)[inner], names, depth - 1)
 
 
 def _class_members(cls: type, names: Iterable[str]) -> Iterator[tuple[Any, tuple[str, Callable[[], Any]]]]:
@@ -149,21 +165,40 @@ def _definitions(cls: type, name: str) -> list[Any]:
     return [base.__dict__[name] for base in bases if name in base.__dict__]
 
 
-def _function(item: Any) -> FunctionType | None:
-    for _ in range(8):
-        if isinstance(item, FunctionType):
-            return item
-        if isinstance(item, (staticmethod, classmethod, MethodType)):
-            item = item.__func__
-        else:
-            item = getattr(item, "__wrapped__", None)
-        if item is None:
-            return None
-    return None
+def _inner(item: Any) -> list[Any]:
+    """Returns what is called when something is called: what a method, a property, a partial or a decorator wraps."""
+    if isinstance(item, property):
+        return [item.fget]
+    if isinstance(item, (staticmethod, classmethod, MethodType)):
+        return [item.__func__]
+    if isinstance(item, (functools.partial, functools.partialmethod, functools.cached_property)):
+        return [item.func]
+    if isinstance(item, functools.singledispatchmethod):
+        return [item.func, *item.dispatcher.registry.values()]
+    wrapped = getattr(item, "__wrapped__", None) if callable(item) and not isinstance(item, type) else None
+    if not isinstance(item, FunctionType):
+        return [] if wrapped is None else [wrapped]
+    kept = [wrapped, *map(_contents, item.__closure__ or ())]
+    return [inner for inner in kept if isinstance(inner, (FunctionType, MethodType, functools.partial))]
 
 
 def _is_method(cls: type, function: FunctionType) -> bool:
-    return any(function in base.__dict__.values() for base in cls.__mro__)
+    """Tells whether a function is a method, or the getter of a property, of a class."""
+    members = (member for base in cls.__mro__ for member in vars(base).values())
+    return any(function is member or any(function is inner for inner in _inner(member)) for member in members)
+
+
+def _looks_attributes_up(cls: type) -> bool:
+    """Tells whether a class of a user's own decides in code what an attribute is."""
+    own = (base for base in cls.__mro__ if (base.__module__ or "").split(".")[0] not in _LIBRARIES)
+    return any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in own)
+
+
+def _implicit_methods(cls: type) -> list[str]:
+    """Returns the methods of an object's class that run without being named: calls, operators, a module's forward."""
+    own = (base for base in cls.__mro__ if (base.__module__ or "").split(".")[0] not in _LIBRARIES)
+    names = {name for base in own for name in vars(base) if name.startswith("__") and name.endswith("__")}
+    return sorted((names | {"__call__", "forward"}) - {"__init__", "__new__", "__repr__", "__eq__", "__hash__"})
 
 
 def _codes(code: CodeType) -> Iterable[CodeType]:

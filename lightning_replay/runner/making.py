@@ -64,7 +64,7 @@ class Maker:
         started = time.perf_counter()
         present = Snapshot(self._backend, region.state.buffers)
         weights = Snapshot(self._backend, region.state.parameters)
-        attributes = AttributeWatch(region.members, region.module, region.ignored)
+        attributes = AttributeWatch(region.members, region.module, region.ignored, region.entry)
         finding = None
         try:
             engaged = self._record(sample, step)
@@ -130,7 +130,7 @@ class Maker:
                         if isinstance(error, CaptureError) or inspector.finding is None:
                             raise
                         raise CaptureError(inspector.finding) from error  # TorchScript makes errors its own
-                if inspector.finding is not None:  # the region has caught the error
+                if inspector.finding is not None:  # the region has caught the error, or there was none
                     raise CaptureError(inspector.finding)
                 trial = self._trial(
                     sample, reference.outputs, reference.gradients, reference.input_gradients, trainable

@@ -19,7 +19,7 @@ Note [memory between steps]
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from lightning_replay.engine.snapshot import Snapshot
 from lightning_replay.errors import CaptureError
 from lightning_replay.guards.module import AttributeWatch, join
 from lightning_replay.guards.parameters import line_that_sets
+from lightning_replay.guards.signature import read_arguments
 from lightning_replay.inspection import Tracer
 from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import RecordingStats
@@ -318,7 +319,7 @@ class Runner:
         assert decision.slot is not None
         engaged = decision.slot.engaged[decision.key]
         self._dispatcher.audit_requested.discard(region)
-        watch = AttributeWatch(region.members, region.module, region.ignored)
+        watch = AttributeWatch(region.members, region.module, region.ignored, region.entry)
         with Tracer(region.name, engaged.trace) as tracer, EffectWatch(self._backend.device) as effects:
             result = self._run_natively(region, args, kwargs)
         tracer.end_forward()
@@ -353,8 +354,9 @@ class Runner:
             differentiable=[t.requires_grad for t in tensors],
             modes=decision.modes,
         )
-        watch = AttributeWatch(region.members, region.module, region.ignored)
+        watch = AttributeWatch(region.members, region.module, region.ignored, region.entry)
         versions = [t._version for t in tensors]
+        marks = _gradient_marks(state.parameters.values())
         before = Snapshot(self._backend, state.buffers if recording else {})
         watched = decision.trace or recording
         traced = watched and not is_compiled(region.module)
@@ -392,11 +394,26 @@ class Runner:
         for path, tensor, version in zip(call.paths, tensors, versions, strict=True):
             if tensor._version != version:
                 finding = Finding(Reason.INPUT_WRITTEN, path, "arguments that are only read", "written in place")
+        after_arguments = read_arguments(region.name, args, kwargs, self._backend.device)
+        if isinstance(after_arguments, Finding) or after_arguments.structure != decision.arguments.structure:
+            actual = "something in them was replaced, added or removed"
+            finding = Finding(Reason.INPUT_WRITTEN, region.name, "arguments that are only read", actual)
+        if _gradient_marks(state.parameters.values()) != marks:
+            actual = "a gradient, or a hook on a parameter, was set"
+            finding = Finding(Reason.ATTRIBUTE_WRITTEN, region.name, "parameters whose .grad is left alone", actual)
+        if region.again is not None and watched and effects.blind:
+            actual = "a Python profiler is at work, and effects cannot be seen"
+            finding = finding or Finding(Reason.HOST_EFFECT, region.name, "no profile function", actual)
         others: dict[str, Tensor] = dict(zip(call.paths, tensors, strict=True))
         others |= state.parameters | state.buffers
         try:
             parts = take_apart(result, tensors, region.name)
             finding = finding or check_outputs(parts, others, self._backend.device)
+            earlier = decision.slot.results.get(decision.key, parts.structure)
+            if watched:
+                decision.slot.results[decision.key] = parts.structure
+            if finding is None and recording and parts.structure != earlier:
+                finding = Finding(Reason.RESULT, region.name, "the plain values of the call before", "others")
         except CaptureError as error:
             finding = finding or error.finding
         if finding is not None:
@@ -541,3 +558,8 @@ class Runner:
             region.slots.clear()
         self.regions.clear()
         self._backend.close()
+
+
+def _gradient_marks(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Returns what tells whether a gradient was replaced, or a hook put on a parameter."""
+    return [(id(p.grad), len(p._backward_hooks or ())) for p in parameters]
