@@ -38,8 +38,8 @@ class ReplayWarning(UserWarning):
     """Something runs natively: a step, a whole fit or the clipping of gradients. The message says why."""
 
 
-def warn(finding: Finding) -> None:
-    """Warns of a finding at the innermost line that is the user's own."""
+def warn(finding: Finding | str) -> None:
+    """Warns of a finding, or of something else, at the innermost line that is the user's own."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:

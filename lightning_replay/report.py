@@ -50,7 +50,7 @@ class RecordingStats:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """The record of all training steps since the strategy was first used or reset.
+    """The record of all training steps since the strategy was first used.
 
     Attributes:
         steps_total: Training steps seen.

@@ -8,12 +8,12 @@ from collections.abc import Hashable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_replay.arguments import check_count
+from lightning_replay.errors import warn
 from lightning_replay.report import ReplayReport
 from lightning_replay.strategy import ReplayStrategy
 from lightning_replay.timing import StepTimes
@@ -53,7 +53,7 @@ class ReplayMonitor(Callback):
         elif not self._said_nothing_to_monitor:
             self._said_nothing_to_monitor = True
             name = type(trainer.strategy).__name__
-            rank_zero_warn(f"ReplayMonitor has nothing to monitor: the strategy is {name}, not ReplayStrategy.")
+            warn(f"ReplayMonitor has nothing to monitor: the strategy is {name}, not ReplayStrategy.")
 
     # -- time ----------------------------------------------------------------------------------------------------
 

@@ -52,8 +52,9 @@ def test_swa_renews_batch_statistics_while_gradients_live(window: int) -> None:
     """The last epoch of SWA runs forward passes alone; the gradients of the last update are still there."""
     trace = check_replayed(
         lambda: Scheduled(mlp()),
-        # SWA gives BatchNorm new buffers for its last epoch, in which nothing is differentiated: nothing is recorded.
-        actions=[*script(24), "native", "native", *["record"] * 4],
+        # SWA gives BatchNorm new buffers for its last epoch, without a momentum: that waits for the device. Then its
+        # parts are tried, and nothing is differentiated.
+        actions=[*script(24), "native", "native", "record", "native", "native", "record"],
         callbacks=lambda: [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, device=None)],
         steps=6,
         max_epochs=4,

@@ -457,8 +457,8 @@ def test_module_hooks_are_native() -> None:
 
     report = fit_both(hooked).report()
 
-    assert report.reasons[Reason.HOOKS] == STEPS
-    assert report.steps_replayed == 0
+    assert report.reasons[Reason.HOOKS] >= STEPS
+    assert "net" not in {recording.region for recording in report.recordings}
 
 
 def test_logging_inside_the_network_is_native() -> None:
