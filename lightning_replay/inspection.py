@@ -151,7 +151,8 @@ class Inspector(Tracer):
             strange = isinstance(leaf, Tensor) and leaf.numel() and _address(leaf) not in self._known
             if strange and leaf.device.type == self._device.type:
                 self._known.add(_address(leaf))
-                self._others.add(_address(leaf))
+                if func is not _LIFT:  # torch.tensor(...) has just made it
+                    self._others.add(_address(leaf))
                 self.foreign.append(leaf.detach())
         result = func(*args, **kwargs)
         self._random = self._random_state()
@@ -215,7 +216,8 @@ class Inspector(Tracer):
         for tensor in written_tensors(func, args, kwargs):
             if _address(tensor) in self._inputs:
                 return Finding(Reason.INPUT_WRITTEN, user_line(), "arguments that are only read", str(func))
-            if _address(tensor) in self._others or (tensor.numel() and _address(tensor) not in self._known):
+            address = _address(tensor)
+            if address and (address in self._others or address not in self._known):
                 expected = "tensors of other objects that are only read"
                 return Finding(Reason.ATTRIBUTE_WRITTEN, user_line(), expected, f"{func} in place")
             if _address(tensor) in self._parameters:

@@ -4,6 +4,7 @@
 
 import copy
 import functools
+import io
 import random
 import sys
 from collections import deque
@@ -232,7 +233,7 @@ class ModuleState:
             kind = f"a {type(value).__qualname__}"
             if isinstance(value, _GENERATORS) and value is not _PYTHON_RANDOM:
                 return Finding(Reason.HOST_RANDOM, path, "the device's default generator", kind)
-            if isinstance(value, Iterator) and not isinstance(value, Tensor):
+            if isinstance(value, Iterator) and not isinstance(value, (Tensor, io.IOBase)):
                 return Finding(Reason.ATTRIBUTE_WRITTEN, path, "nothing that a run advances", kind)
         return None
 

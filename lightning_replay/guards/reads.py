@@ -133,7 +133,10 @@ def _inside(
     where: str, name: str, value: Any, names: Iterable[str], depth: int = 3
 ) -> Iterator[tuple[Any, tuple[str, Callable[[], Any]]]]:
     """Yields what a module or class holds under names that code uses, and what modules and classes in it do."""
-    if not isinstance(value, (ModuleType, type)) or value.__name__.split(".")[0] in _LIBRARIES or not depth:
+    if not isinstance(value, (ModuleType, type)) or not depth:
+        return
+    package = (value.__name__ if isinstance(value, ModuleType) else value.__module__ or "").split(".")[0]
+    if package in _LIBRARIES or package in sys.stdlib_module_names:
         return
     for inner in names:
         if inner in vars(value):

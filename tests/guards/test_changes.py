@@ -38,7 +38,7 @@ EXPECTED = {
 RECORDINGS = {Effect.NATIVE: 1, Effect.ANOTHER: 2, Effect.RETIRED: 3}
 
 shift = 0.1
-unwatched = np.zeros(1)
+unwatched = np.zeros(100_000)  # too large to be compared
 
 
 class Net(nn.Module):
