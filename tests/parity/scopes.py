@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Runs every scenario of a folder with each scope. A folder's conftest imports both names."""
+"""Runs every scenario of a folder with each scope. A folder's conftest imports both names.
 
+TESTED_SCOPES in the environment names fewer of them, with commas between.
+"""
+
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +15,7 @@ from tests.parity import harness
 __all__ = ["pytest_pyfunc_call", "scope"]
 
 
-@pytest.fixture(autouse=True, params=["network", "step", "auto"])
+@pytest.fixture(autouse=True, params=os.environ.get("TESTED_SCOPES", "network,step,auto").split(","))
 def scope(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The scope of the strategies that a scenario makes."""
     monkeypatch.setattr(harness, "SCOPE", request.param)
