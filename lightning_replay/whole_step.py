@@ -196,8 +196,6 @@ class WholeStep:
         *others: Any,
         **options: Any,
     ) -> None:
-        if options.get("enable_graph") or any(isinstance(given, Tensor) for given in (*others, *options.values())):
-            self._refuse(Finding(Reason.LOGGED_VALUE, f"self.log({name!r})", "plain arguments", f"{options}"))
         if not self._inside:  # someone has kept this function beyond the step
             log(name, value, *others, **options)
             return
