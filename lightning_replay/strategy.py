@@ -135,6 +135,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._whole: WholeStep | None = None
         self._whole_runner: Runner | None = None
         self._ran: Runner | None = None
+        self._log: Callable[..., None] | None = None
         self._fit_finding: Finding | None = None
         self._fit_checked = False
         self._warned: set[Reason] = set()
@@ -278,7 +279,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         for runner in self._runners():
             self._take_counts(runner)
             runner.close()
-        self._runner = self._whole_runner = self._ran = self._whole = None
+        self._runner = self._whole_runner = self._ran = self._whole = self._log = None
 
     def _runners(self) -> list[Runner]:
         """Returns the runners of this fit: of whole steps, and of networks."""
@@ -357,7 +358,9 @@ class ReplayStrategy(SingleDeviceStrategy):
         """Runs a step in which the calls of networks are replayed."""
         self._ran = runner
         module = self._module()
-        with Shadowed(module, "log", self._watched_log(runner, module)):
+        if self._log is None:  # one for the fit: a region that is the module itself is guarded against another one
+            self._log = self._watched_log(runner, module)
+        with Shadowed(module, "log", self._log):
             result = runner.run_step(step, counts) if runner.regions else runner.discover(module, step)
         if not runner.called:
             names = " or ".join(region.name for region in runner.regions) or "a module with parameters"

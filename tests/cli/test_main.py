@@ -69,6 +69,7 @@ def test_an_unknown_lightning_is_named(capsys, monkeypatch):
 def test_the_text_is_readable_with_and_without_rich(capsys, monkeypatch, with_rich):
     if with_rich:
         pytest.importorskip("rich")
+        monkeypatch.setenv("COLUMNS", "200")  # versions of some releases are long, and lines would be broken
     else:
         monkeypatch.setitem(sys.modules, "rich.console", None)
     assert command.main([]) == 0
