@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -52,8 +53,12 @@ def write(path: str | Path, content: dict[str, Any]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.write_text(_PATHS.sub("", json.dumps(content, indent=1)) + "\n")
     partial.replace(path)
+
+
+_PATHS = re.compile(rf"{re.escape(str(ROOT))}/|/[^\s\"']*/(?:site|dist)-packages/|/[^\s\"']*/lib/python3\.\d+/")
+"""Where this repository, and other packages, lie on the machine that measured: no part of a receipt."""
 
 
 def command_line(module: str | None = None) -> str:
