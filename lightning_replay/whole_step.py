@@ -125,11 +125,8 @@ class WholeStep:
         Returns:
             Whether the step ran as a whole, and what `training_step` returned.
         """
-        if self._reason is not None:
-            self._on_finding(self._reason)
-            return False, otherwise()
-        if (held := self._find_held()) is not None:
-            self._on_finding(held)
+        if (reason := self._reason or self._find_held()) is not None:
+            self._on_finding(reason)
             return False, otherwise()
         batch, self._others = args[0], args[1:]
         self._ran = False

@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 
 from lightning_replay.engine.interposition import is_interposed
 from lightning_replay.guards.changes import Change
-from lightning_replay.guards.reads import Reads, find_reads
+from lightning_replay.guards.reads import Reads, find_reads, package_of
 from lightning_replay.reasons import Finding, Reason
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -287,7 +287,7 @@ class ModuleState:
 
 
 def _is_metric(module: Module) -> bool:
-    return any(base.__module__.split(".")[0] == "torchmetrics" for base in type(module).__mro__)
+    return any(package_of(base) == "torchmetrics" for base in type(module).__mro__)
 
 
 def _find_all_reads(modules: Sequence[Module], entry: tuple[type, FunctionType | None]) -> Reads:
@@ -297,15 +297,11 @@ def _find_all_reads(modules: Sequence[Module], entry: tuple[type, FunctionType |
     types, functions = _held_code(held)
     reads = find_reads(classes, types, functions, entry)
     # Of what globals and closures hold, code of the packages that the modules come from is looked into.
-    packages = {_package(cls) for cls in classes} - _LIBRARIES
+    packages = {package_of(cls) for cls in classes} - _LIBRARIES
     more_types, more_functions = _held_code([getter() for _, getter in reads.variables])
-    types |= {cls for cls in more_types if _package(cls) in packages}
-    functions |= {function for function in more_functions if _package(function) in packages}
+    types |= {cls for cls in more_types if package_of(cls) in packages}
+    functions |= {function for function in more_functions if package_of(function) in packages}
     return find_reads(classes, types, functions, entry)
-
-
-def _package(item: Any) -> str:
-    return (item.__module__ or "").split(".")[0]
 
 
 def _held_code(values: Sequence[Any]) -> tuple[set[type], set[FunctionType]]:
@@ -319,12 +315,12 @@ def _held_code(values: Sequence[Any]) -> tuple[set[type], set[FunctionType]]:
         if isinstance(value, functools.partial):
             pending += [(item, depth) for item in (value.func, *value.args, *value.keywords.values())]
         value = getattr(value, "__func__", value)
-        if isinstance(value, FunctionType) and _package(value) not in _LIBRARIES:
+        if isinstance(value, FunctionType) and package_of(value) not in _LIBRARIES:
             functions.add(value)
         if depth > MAX_DEPTH or id(value) in seen or not _is_container(value):
             continue
         seen.add(id(value))
-        if _package(type(value)) not in sys.stdlib_module_names:
+        if package_of(type(value)) not in sys.stdlib_module_names:
             types.add(type(value))
         pending += [(item, depth + 1) for item in _items(value, None)]
     return types, functions
@@ -350,7 +346,7 @@ def _is_container(value: Any) -> bool:
         return True
     if isinstance(value, _NO_CONTAINERS) or not (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
         return False
-    return type(value).__module__.split(".")[0] not in _LIBRARIES
+    return package_of(type(value)) not in _LIBRARIES
 
 
 def _items(container: Any, names: frozenset[str] | None) -> list[Any]:

@@ -10,6 +10,8 @@ from types import CodeType, FunctionType
 
 from torch.nn import Module
 
+from lightning_replay.guards.reads import package_of
+
 _EVERYTHING = frozenset({"locals", "vars", "eval", "exec"})
 """What gives access to a variable without naming it."""
 
@@ -147,7 +149,7 @@ def line_that_sets(root: Module, prefix: str, path: str) -> str | None:
         module, name = module._modules.get(name) or module, part
     named = None
     for method in (value for base in type(module).__mro__ for value in vars(base).values()):
-        if not isinstance(method, FunctionType) or base_library(method) == "torch" or method.__name__ == "__init__":
+        if not isinstance(method, FunctionType) or package_of(method) == "torch" or method.__name__ == "__init__":
             continue
         code = method.__code__
         for instruction in dis.get_instructions(code):
@@ -157,8 +159,3 @@ def line_that_sets(root: Module, prefix: str, path: str) -> str | None:
                     return line
                 named = named or line
     return named
-
-
-def base_library(function: FunctionType) -> str:
-    """Returns the top-level package that a function was defined in."""
-    return (function.__module__ or "").split(".")[0]

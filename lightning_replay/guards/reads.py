@@ -22,6 +22,11 @@ _LIBRARIES = frozenset(
 )
 
 
+def package_of(item: Any) -> str:
+    """Returns the top-level package that a class or function was defined in."""
+    return (item.__module__ or "").split(".")[0]
+
+
 @dataclass(frozen=True)
 class Reads:
     """What code may read.
@@ -93,7 +98,7 @@ def _reads_of(
             continue
         done.add(item)
         pending += _inner(item)
-        library = (item.__module__ or "").split(".")[0] in _LIBRARIES
+        library = package_of(item) in _LIBRARIES
         if library and not _is_method(cls, item):
             continue
         for code in _codes(item.__code__):
@@ -135,7 +140,7 @@ def _inside(
     """Yields what a module or class holds under names that code uses, and what modules and classes in it do."""
     if not isinstance(value, (ModuleType, type)) or not depth:
         return
-    package = (value.__name__ if isinstance(value, ModuleType) else value.__module__ or "").split(".")[0]
+    package = value.__name__.split(".")[0] if isinstance(value, ModuleType) else package_of(value)
     if package in _LIBRARIES or package in sys.stdlib_module_names:
         return
     for inner in names:
@@ -147,7 +152,7 @@ def _inside(
 
 def _class_members(cls: type, names: Iterable[str]) -> Iterator[tuple[Any, tuple[str, Callable[[], Any]]]]:
     """Yields what classes of a user's own hold under names that are read: class attributes and methods."""
-    bases = [base for base in cls.__mro__ if (base.__module__ or "").split(".")[0] not in _LIBRARIES]
+    bases = _own_bases(cls)
     for name in names:
         if any(name in base.__dict__ for base in bases):
             for base in bases:
@@ -191,16 +196,19 @@ def _is_method(cls: type, function: FunctionType) -> bool:
     return any(function is member or any(function is inner for inner in _inner(member)) for member in members)
 
 
+def _own_bases(cls: type) -> list[type]:
+    """Returns a class and its bases as far as no library defines them."""
+    return [base for base in cls.__mro__ if package_of(base) not in _LIBRARIES]
+
+
 def _looks_attributes_up(cls: type) -> bool:
     """Tells whether a class of a user's own decides in code what an attribute is."""
-    own = (base for base in cls.__mro__ if (base.__module__ or "").split(".")[0] not in _LIBRARIES)
-    return any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in own)
+    return any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in _own_bases(cls))
 
 
 def _implicit_methods(cls: type) -> list[str]:
     """Returns the methods of an object's class that run without being named: calls, operators, a module's forward."""
-    own = (base for base in cls.__mro__ if (base.__module__ or "").split(".")[0] not in _LIBRARIES)
-    names = {name for base in own for name in vars(base) if name.startswith("__") and name.endswith("__")}
+    names = {name for base in _own_bases(cls) for name in vars(base) if name.startswith("__") and name.endswith("__")}
     return sorted((names | {"__call__", "forward"}) - {"__init__", "__new__", "__repr__", "__eq__", "__hash__"})
 
 

@@ -209,10 +209,7 @@ class Runner:
             Whether the region was called, and what it or `otherwise` returned.
         """
         self._begin_step(counts)
-        decision = self._dispatcher.decide(region, args, {}, counts)
-        self._step[decision.action] += 1
-        if decision.finding is not None:
-            self._on_finding(decision.finding)
+        decision = self._decide(region, args, {})
         if decision.action is Action.NATIVE:
             return False, otherwise()
         return True, self._act(region, decision, args, {})
@@ -274,12 +271,18 @@ class Runner:
             return region.run(*args, **kwargs)
         if self._backward.running:  # activation checkpointing around a region runs it again
             return self._run_natively(region, args, kwargs)
+        decision = self._decide(region, args, kwargs)
+        if decision.finding is not None:
+            self._count_unready(region, decision.finding)
+        return self._act(region, decision, args, kwargs)
+
+    def _decide(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+        """Has a call decided, and counts what was."""
         decision = self._dispatcher.decide(region, args, kwargs, self._counts)
         self._step[decision.action] += 1
         if decision.finding is not None:
             self._on_finding(decision.finding)
-            self._count_unready(region, decision.finding)
-        return self._act(region, decision, args, kwargs)
+        return decision
 
     def _count_unready(self, region: Region, finding: Finding) -> None:
         """Gives a region up whose calls cannot even be observed, so that its parts are tried."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_replay import Reason, ReplayReport
 from tests.helpers.bits import assert_same
 from tests.parity.harness import batches, loader, mlp, tape
+from tests.whole_step.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -59,16 +60,8 @@ class Keep(Callback):
 def _fit(strategy: Any, folder: Path, steps: int = 9) -> tuple[list[Any], str, Keep, ReplayReport | None]:
     seed_everything(3, verbose=False)
     keep = Keep()
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        max_epochs=2,
-        logger=CSVLogger(folder, name=""),
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[keep],
+    trainer = quiet_trainer(
+        strategy, max_epochs=2, logger=CSVLogger(folder, name=""), log_every_n_steps=1, callbacks=[keep]
     )
     trainer.fit(Logs(), loader([*batches(), *batches(size=3)], steps)[0])
     rows = next(folder.rglob("metrics.csv")).read_text()
@@ -100,15 +93,7 @@ class LogsAGraph(Logs):
 def test_a_logged_graph_is_refused(tmp_path: Path) -> None:
     strategy = tape(scope="step")
     seed_everything(3, verbose=False)
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy, max_epochs=1)
     trainer.fit(LogsAGraph(), loader(batches(), 6)[0])
 
     assert Reason.LOGGED_VALUE in strategy.report().reasons

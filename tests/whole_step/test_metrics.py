@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_replay import Reason, ReplayReport
 from tests.helpers.bits import assert_same
 from tests.parity.harness import CLASSES, batches, loader, mlp, tape
+from tests.whole_step.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -74,15 +75,7 @@ class Resets(Base):
 def _fit(make: Any, strategy: Any) -> tuple[list[Any], dict[str, Any], ReplayReport | None]:
     seed_everything(3, verbose=False)
     module = make()
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy, max_epochs=2)
     trainer.fit(module, loader(batches(), 9)[0])
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     weights = {name: value.clone() for name, value in module.state_dict().items()}
