@@ -4,19 +4,19 @@
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, RNNBase
 
 from lightning_replay.engine.backend import Pool
 from lightning_replay.engine.modes import Modes, current_modes
 from lightning_replay.engine.recording import Recording
 from lightning_replay.gradients import GradientBuffers, Publication
-from lightning_replay.guards.module import ModuleState, find_hidden_state, find_hooks
+from lightning_replay.guards.module import ModuleState, find_hidden_state, find_hooks, recurrent_networks
 from lightning_replay.guards.signature import Arguments, check_input_aliases, check_modes, read_arguments
 from lightning_replay.inspection import Trace
 from lightning_replay.reasons import Effect, Finding, Reason
@@ -228,6 +228,11 @@ class Dispatcher:
         self._max_recordings = max_recordings
         self.step = 0
         self.audit_requested: set[Region] = set()
+        self.hidden_state: Finding | None = None
+
+    def look_for_hidden_state(self, networks: Iterable[tuple[str, RNNBase]]) -> None:
+        """Makes every call native for good if an RNN has state that a recording would disturb."""
+        self.hidden_state = self.hidden_state or find_hidden_state(networks, self._device)
 
     def decide(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], counts: bool) -> Decision:
         """Decides what happens to one call.
@@ -238,8 +243,8 @@ class Dispatcher:
             kwargs: Keyword arguments.
             counts: Whether the call counts towards a new recording (not on the last batch of an epoch).
         """
-        if region.refusal is not None:
-            return Decision(Action.NATIVE, region.refusal)
+        if (finding := region.refusal or self.hidden_state) is not None:
+            return Decision(Action.NATIVE, finding)
         modes = current_modes(self._device.type)
         if (finding := check_modes(region.name, modes)) is not None:
             return Decision(Action.NATIVE, finding)
@@ -328,10 +333,8 @@ class Dispatcher:
 
     def _take_state(self, region: Region) -> Finding | None:
         """Takes the state of a region, unless something in it forbids recording for now."""
-        finding = find_hooks(region.members, region.module) or find_hidden_state(
-            region.members, region.module, self._device
-        )
-        if finding is not None:
+        self.look_for_hidden_state(recurrent_networks(region.members, region.module))
+        if (finding := self.hidden_state or find_hooks(region.members, region.module)) is not None:
             return finding
         state = ModuleState(region.members, region.module, entry=region.entry, ignored=region.ignored)
         for name, parameter in state.parameters.items():

@@ -245,7 +245,7 @@ class Reason(Enum):
     )
     HIDDEN_STATE = (
         "hidden_state",
-        "The region uses library state that cannot be put back: the dropout of a cuDNN RNN.",
+        "An RNN of several layers trains with dropout, whose generator lives in cuDNN and cannot be put back.",
         "Use dropout=0 in the RNN and nn.Dropout between layers.",
     )
     HIGHER_ORDER = (

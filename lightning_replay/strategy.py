@@ -310,6 +310,7 @@ class ReplayStrategy(SingleDeviceStrategy):
             max_recordings=self._max_recordings,
             certify=self._certify,
             on_finding=on_finding,
+            root=self._module(),
         )
 
     def _device_finding(self) -> Finding | None:

@@ -8,7 +8,7 @@ import io
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -64,13 +64,22 @@ def find_hooks(name: str, root: Module) -> Finding | None:
     return None
 
 
-def find_hidden_state(name: str, root: Module, device: torch.device) -> Finding | None:
-    """Finds a module whose state lives in a library where it cannot be put back (cuDNN's dropout in an RNN)."""
+def recurrent_networks(name: str, root: Module) -> list[tuple[str, torch.nn.RNNBase]]:
+    """Returns the RNNs of a tree, with their dotted paths."""
+    return [(join(name, path), m) for path, m in root.named_modules() if isinstance(m, torch.nn.RNNBase)]
+
+
+def find_hidden_state(networks: Iterable[tuple[str, torch.nn.RNNBase]], device: torch.device) -> Finding | None:
+    """Finds an RNN that draws its dropout from cuDNN, whose generator lives where nothing can put it back.
+
+    Worse, torch gives that generator a new seed whenever the state of its own is set: while such an RNN trains,
+    nothing at all can be recorded without a trace.
+    """
     if device.type != "cuda":
         return None
-    for path, module in root.named_modules():
-        if isinstance(module, torch.nn.RNNBase) and module.dropout > 0 and module.num_layers > 1 and module.training:
-            return Finding(Reason.HIDDEN_STATE, join(name, path), "dropout=0", f"dropout={module.dropout}")
+    for path, network in networks:
+        if network.dropout > 0 and network.num_layers > 1 and network.training:
+            return Finding(Reason.HIDDEN_STATE, path, "dropout=0", f"dropout={network.dropout}")
     return None
 
 

@@ -36,7 +36,7 @@ from lightning_replay.engine.layout import clone_exactly
 from lightning_replay.engine.recording import Call, check_outputs, sequence_number, take_apart
 from lightning_replay.engine.snapshot import Snapshot
 from lightning_replay.errors import CaptureError
-from lightning_replay.guards.module import AttributeWatch, join
+from lightning_replay.guards.module import AttributeWatch, join, recurrent_networks
 from lightning_replay.guards.parameters import line_that_sets
 from lightning_replay.guards.signature import read_arguments
 from lightning_replay.inspection import Tracer
@@ -53,7 +53,7 @@ StepAction = Literal["native", "record", "replay"]
 MAX_UNREADY = 5
 """Calls of a region, never recorded, that its hooks or arguments forbade to record, before its parts are tried."""
 
-UNREADY = frozenset({Reason.HOOKS, Reason.HIDDEN_STATE, Reason.ARGUMENT})
+UNREADY = frozenset({Reason.HOOKS, Reason.ARGUMENT})
 """Reasons for which a call is not even observed, and that may end with the next one."""
 
 SPLITTING = UNREADY | frozenset(
@@ -87,6 +87,7 @@ class Runner:
         max_recordings: Recordings kept for each region.
         certify: How a fresh recording is compared with native before it is used.
         on_finding: Called for each finding that makes a call native.
+        root: The module tree that runs in a step; an RNN anywhere in it may forbid recording.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class Runner:
         max_recordings: int,
         certify: Literal["auto", "bitwise", "off"],
         on_finding: Callable[[Finding], None],
+        root: Module | None = None,
     ) -> None:
+        self._recurrent = [] if root is None else recurrent_networks("", root)
         self._backend = backend
         self._dispatcher = Dispatcher(backend.device, backend.new_pool, warmup_steps, max_recordings)
         self.regions: list[Region] = []
@@ -234,6 +237,7 @@ class Runner:
 
     def _begin_step(self, counts: bool) -> None:
         self._dispatcher.step += 1
+        self._dispatcher.look_for_hidden_state(self._recurrent)
         self._step = Counter()
         self._counts = counts
         self._forget_step()
@@ -528,6 +532,8 @@ class Runner:
         region = sample.region
         if region.refusal is not None or region.state is None or sample.slot.is_pending():
             return  # refused or retired since, by another call of the same step
+        if self._dispatcher.hidden_state is not None:
+            return  # found in another call of the same step
         made = self._maker.make(sample, self._dispatcher.step)
         if isinstance(made, Finding):
             self.refuse(region, made)

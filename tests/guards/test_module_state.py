@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replay import Reason
-from lightning_replay.guards.module import AttributeWatch, ModuleState, find_hidden_state, find_hooks, join
+from lightning_replay.dispatch import Dispatcher
+from lightning_replay.engine.tape import TapePool
+from lightning_replay.guards.module import (
+    AttributeWatch,
+    ModuleState,
+    find_hidden_state,
+    find_hooks,
+    join,
+    recurrent_networks,
+)
+from lightning_replay.runner.modules import make_region
 
 
 class Inner(nn.Module):
@@ -159,13 +169,28 @@ def test_global_hooks() -> None:
 def test_hidden_state() -> None:
     cuda = torch.device("cuda")
     rnn = nn.Sequential(nn.LSTM(2, 2, num_layers=2, dropout=0.5))
-    found = find_hidden_state("net", rnn, cuda)
+    networks = recurrent_networks("net", rnn)
+    found = find_hidden_state(networks, cuda)
 
     assert found is not None
     assert (found.reason, found.where) == (Reason.HIDDEN_STATE, "net.0")
-    assert find_hidden_state("net", rnn, torch.device("cpu")) is None
-    assert find_hidden_state("net", rnn.eval(), cuda) is None
-    assert find_hidden_state("net", nn.LSTM(2, 2, num_layers=2), cuda) is None
+    assert find_hidden_state(networks, torch.device("cpu")) is None
+    rnn.eval()
+    assert find_hidden_state(networks, cuda) is None
+    assert find_hidden_state([("net", nn.LSTM(2, 2, num_layers=2))], cuda) is None
+
+
+@pytest.mark.parametrize("when", [0, 5], ids=["from the first step", "later"])
+def test_hidden_state_anywhere_makes_every_call_native_for_good(when: int) -> None:
+    dispatcher = Dispatcher(torch.device("cuda"), TapePool, warmup_steps=1, max_recordings=1)
+    rnn = nn.GRU(2, 2, num_layers=2, dropout=0.5).eval()
+    region = make_region("net", nn.Linear(2, 2))
+    for step in range(8):
+        rnn.train(step == when)
+        dispatcher.look_for_hidden_state(recurrent_networks("rnn", rnn))
+        decision = dispatcher.decide(region, (), {}, counts=True)
+        assert decision.finding is not None
+        assert (decision.finding.reason is Reason.HIDDEN_STATE) == (step >= when)
 
 
 WRITES: dict[str, tuple[Callable[[Any], Any], Reason, str]] = {

@@ -640,7 +640,7 @@ def test_a_smaller_last_batch_is_native() -> None:
 
 
 def test_dropout_of_a_recurrent_network_is_native_on_cuda() -> None:
-    finding = find_hidden_state("net", nn.LSTM(4, 4, num_layers=2, dropout=0.5), torch.device("cuda"))
+    finding = find_hidden_state([("net", nn.LSTM(4, 4, num_layers=2, dropout=0.5))], torch.device("cuda"))
 
     assert finding is not None
     assert finding.reason is Reason.HIDDEN_STATE
