@@ -4,11 +4,19 @@
 
 import json
 import math
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_replay.reasons import Reason
+
+WIDTH = 120
+"""Columns of a table, where names are not too long for that."""
+
+# Widths of a signature, which leaves room for the path of a module and for figures, and of an argument in it.
+_SIGNATURE, _ARGUMENT = 44, 28
 
 
 @dataclass(slots=True)
@@ -141,23 +149,27 @@ class ReplayReport:
             repaid = "never repaid" if steps is None else f"repaid by {steps} replayed steps"
             lines.append(
                 f"time: about {saved:.2f} s saved in replayed steps, {self.capture_seconds:.2f} s spent on recording,"
-                f" {repaid} (by the host's clock, from step to step)"
+                f" {repaid} (host's clock)"
             )
         return lines
 
     def tables(self) -> list["Table"]:
-        """Returns tables of the recordings, of their times and of the reasons of native calls, where there are any."""
+        """Returns tables of the recordings, of their times and of the reasons of native calls, where there are any.
+
+        Long signatures are shortened: `recordings` has all of them.
+        """
         tables = []
         if self.recordings:
             columns = ("region", "signature", "replays", "recorded in", "pool", "certified")
-            tables.append(Table(columns, [_cells(recording) for recording in self.recordings]))
+            unit = _unit([recording.pool_bytes for recording in self.recordings])
+            tables.append(Table(columns, [_cells(recording, *unit) for recording in self.recordings]))
         if timed := [recording for recording in self.recordings if recording.replay_ms is not None]:
             columns = ("region", "signature", "native step", "replayed step", "saved", "repaid by")
             tables.append(Table(columns, [_times(recording) for recording in timed]))
         if self.reasons:
             reasons = sorted(self.reasons.items(), key=_weight)
             rows = [(reason.value, str(count), reason.cause) for reason, count in reasons]
-            tables.append(Table(("native because", "calls", "meaning"), rows))
+            tables.append(Table(("reason", "calls native for it", "meaning"), rows))
         return tables
 
     def __str__(self) -> str:
@@ -166,24 +178,60 @@ class ReplayReport:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells of text under a header."""
+    """Cells of text under a header. As text, the last column is wrapped where it would pass the width of a table."""
 
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
     def __str__(self) -> str:
-        lines = [self.header, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        lines.insert(1, tuple("-" * width for width in widths))
+        *others, last = zip(self.header, *self.rows, strict=True)
+        widths = [max(map(len, column)) for column in others]
+        room = max(WIDTH - sum(width + 2 for width in widths), WIDTH // 3)
+        wrapped = [textwrap.wrap(cell, room) or [""] for cell in last]
+        widths.append(max(len(line) for lines in wrapped for line in lines))
+        printed = []
+        for cells, (first, *rest) in zip([self.header, *self.rows], wrapped, strict=True):
+            printed.append((*cells[:-1], first))
+            printed += [(*[""] * len(others), line) for line in rest]
+        printed.insert(1, tuple("-" * width for width in widths))
         return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in printed
         )
 
 
-def _cells(recording: RecordingStats) -> tuple[str, ...]:
-    pool = f"{recording.pool_bytes / 2**20:.1f} MiB"
-    seconds = f"{recording.capture_seconds:.2f} s"
-    return recording.region, recording.signature, str(recording.replays), seconds, pool, recording.certified
+def _cells(recording: RecordingStats, unit: str, unit_bytes: int) -> tuple[str, ...]:
+    pool = recording.pool_bytes / unit_bytes
+    return (
+        recording.region,
+        _shortened(recording.signature),
+        str(recording.replays),
+        f"{recording.capture_seconds:.2f} s",
+        f"<0.1 {unit}" if 0 < pool < 0.1 else f"{pool:.1f} {unit}",
+        recording.certified,
+    )
+
+
+def _unit(sizes: Sequence[int]) -> tuple[str, int]:
+    """Returns one unit for a column of sizes, and its bytes."""
+    return ("MiB", 2**20) if max(sizes) >= 2**20 else ("KiB", 2**10)
+
+
+def _shortened(signature: str) -> str:
+    """Returns a signature that fits into its column: its first arguments, and the last one where there is room."""
+    if len(signature) <= _SIGNATURE:
+        return signature
+    # A comma between brackets belongs to a shape.
+    parts = [_cut(part, _ARGUMENT) for part in re.split(r", (?![^()]*\))", signature)]
+    for left_out in range(len(parts) - 1):
+        gap = [f"... {left_out} more"] if left_out else []
+        text = ", ".join([*parts[: len(parts) - 1 - left_out], *gap, parts[-1]])
+        if len(text) <= _SIGNATURE:
+            return text
+    return ", ".join([parts[0], *([f"... {len(parts) - 1} more"] if len(parts) > 1 else [])])
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def _times(recording: RecordingStats) -> tuple[str, ...]:
@@ -193,7 +241,7 @@ def _times(recording: RecordingStats) -> tuple[str, ...]:
     repaid = text(recording.break_even_step, "{} replays")
     return (
         recording.region,
-        recording.signature,
+        _shortened(recording.signature),
         text(recording.native_ms, "{:.2f} ms"),
         text(recording.replay_ms, "{:.2f} ms"),
         text(recording.seconds_saved, "{:.2f} s"),

@@ -20,14 +20,14 @@ from lightning_replay.timing import StepTimes
 
 
 class ReplayMonitor(Callback):
-    """Prints at the end of a fit what was replayed and what it saved, and sends counts to the loggers on the way.
+    """Prints when a fit ends what was replayed and what it saved, and sends counts to the loggers on the way.
 
     Use it as `Trainer(strategy=ReplayStrategy(), callbacks=[ReplayMonitor()])`. The loggers get
     `replay/steps_replayed`, `replay/steps_native` and `replay/recordings`; they get them directly, so that what the
     LightningModule logs stays what it was. While a recording is made, the progress bar says so.
 
     Times are the host's, from one step's start to the next one's: nothing waits for the device. They go into
-    `strategy.report()` when the fit ends.
+    `strategy.report()` when the fit ends, which an exception may do too.
 
     Args:
         log_every_n_steps: Optimizer steps between two entries in the loggers; None takes the Trainer's.
@@ -43,6 +43,7 @@ class ReplayMonitor(Callback):
         self._log_every_n_steps = log_every_n_steps
         self._times = StepTimes(())
         self._logged_step = 0
+        self._has_to_show = False
         self._said_nothing_to_monitor = False
 
     @override
@@ -50,6 +51,7 @@ class ReplayMonitor(Callback):
         self._logged_step = trainer.global_step
         if (strategy := _watched(trainer)) is not None:
             self._times = StepTimes(strategy.recordings)
+            self._has_to_show = True
         elif not self._said_nothing_to_monitor:
             self._said_nothing_to_monitor = True
             name = type(trainer.strategy).__name__
@@ -112,7 +114,18 @@ class ReplayMonitor(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if (strategy := _watched(trainer)) is not None:
+        self._show(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # The exception that ended the fit is what has to be seen, whatever goes wrong here.
+        with contextlib.suppress(Exception):
+            self._show(trainer)
+
+    def _show(self, trainer: Trainer) -> None:
+        """Prints the report of a fit once: where something raises after its end, both hooks run."""
+        if self._has_to_show and (strategy := _watched(trainer)) is not None:
+            self._has_to_show = False
             self._times.write(strategy.recordings)
             _show(strategy.report())
 

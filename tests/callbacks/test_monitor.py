@@ -125,7 +125,7 @@ def test_measuring_runs_no_operation_of_torch(tmp_path: Path) -> None:
 
     fit(strategy, [monitor], logger=CSVLogger(tmp_path))
 
-    assert len(hooks) == 8
+    assert len(hooks) == 9
     assert strategy.report().recordings[0].replay_ms is not None
 
 
@@ -258,6 +258,62 @@ def test_tables_at_the_end(with_rich: bool, capsys: pytest.CaptureFixture[str], 
         assert printed.strip().endswith(str(strategy.report()))
 
 
+class Stops(Callback):
+    """Raises in one hook: after a batch, or when the fit has ended."""
+
+    def __init__(self, hook: str, error: BaseException) -> None:
+        setattr(self, hook, self._stop)
+        self._error = error
+
+    def _stop(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step > STEPS // 2:
+            raise self._error
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_fit_end"])
+@pytest.mark.parametrize("error", [ValueError("it was this"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_tables_once_where_a_fit_ends_with_an_exception(
+    hook: str, error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = tape()
+
+    with pytest.raises((ValueError, KeyboardInterrupt, SystemExit)) as raised:
+        fit(strategy, [ReplayMonitor(), Stops(hook, error)])
+
+    assert raised.value is error or raised.value.__context__ is error
+    printed = capsys.readouterr().out
+    assert printed.count("steps: ") == printed.count("certified") == printed.count("replayed step ") == 1
+    assert strategy.report().recordings[0].replay_ms is not None
+
+
+def test_tables_that_cannot_be_printed_hide_no_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        asked.append(True)
+        raise RuntimeError("no terminal")
+
+    asked: list[bool] = []
+    monkeypatch.setattr("lightning_replay.callbacks.monitor._show", broken)
+
+    with pytest.raises(ValueError, match="it was this"):
+        fit(tape(), [ReplayMonitor(), Stops("on_train_batch_end", ValueError("it was this"))])
+
+    assert asked == [True]
+
+
+def test_an_exception_of_another_stage_prints_no_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(batch: Any, batch_idx: int) -> None:
+        raise ValueError("it was this")
+
+    trainer = fit(tape(), [ReplayMonitor()])
+    assert "steps: " in capsys.readouterr().out
+    trainer.lightning_module.validation_step = broken
+
+    with pytest.raises(ValueError, match="it was this"):
+        trainer.validate(trainer.lightning_module, loader(batches(), 2)[0], verbose=False)
+
+    assert "steps: " not in capsys.readouterr().out
+
+
 def test_times_are_those_of_the_steps() -> None:
     strategy = tape(warmup_steps=3)
 
@@ -331,7 +387,7 @@ def test_without_the_strategy_there_is_nothing_to_monitor(capsys: pytest.Capture
 
     said = [str(warning.message) for warning in caught if "ReplayMonitor" in str(warning.message)]
     assert said == ["ReplayMonitor has nothing to monitor: the strategy is SingleDeviceStrategy, not ReplayStrategy."]
-    assert "native because" not in capsys.readouterr().out
+    assert "calls native for it" not in capsys.readouterr().out
     assert not counts(logger)
 
 
