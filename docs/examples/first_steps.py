@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """The smallest training with ReplayStrategy: one argument to the Trainer, and a report at the end.
 
-Without a CUDA device, all steps run natively and the report says so.
+Without a CUDA device, all steps run natively and the report says so; ReplayStrategy(backend="tape") shows there what
+would be replayed, slowly.
 """
 
 import torch

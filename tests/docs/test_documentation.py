@@ -80,7 +80,7 @@ def test_spelling_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def assert_configured(trainer: Trainer) -> None:
     assert type(trainer.strategy) is ReplayStrategy
-    assert (trainer.strategy._warmup_steps, trainer.strategy._on_native) == (5, "error")
+    assert (trainer.strategy._warmup_steps, trainer.strategy._on_native) == (5, "warn")
     assert (trainer.gradient_clip_val, trainer.precision) == (1.0, "bf16-mixed")
     assert ReplayMonitor in map(type, trainer.callbacks)
 

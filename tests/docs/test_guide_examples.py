@@ -2,9 +2,11 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """The examples of the guide are replayed, and do what the guide says of them."""
 
+import re
 import shutil
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,40 @@ def test_a_step_that_cannot_be_recorded_whole_is_recorded_by_its_networks(
         assert Reason(reason) in found.reasons
         assert [recording.region for recording in found.recordings] == ["net"]
         assert found.steps_replayed > 25
+
+
+def step_that_asks_for_a_number(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = STEP(module, batch, 0)
+    module.log("number", loss.item())
+    return loss
+
+
+@pytest.mark.skipif(CUDA, reason="asserts the counts of the stand-in")
+@pytest.mark.filterwarnings("ignore::lightning_replay.ReplayWarning")
+@pytest.mark.parametrize("warmup_steps", [2, 3])
+def test_native_steps_before_a_step_is_recorded_by_its_networks(
+    monkeypatch: pytest.MonkeyPatch, warmup_steps: int
+) -> None:
+    page = (ROOT / "docs" / "guide" / "step-scope.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .*\((`.+`)\) \| `(.+)` \| (\d+) \|$", page, flags=re.MULTILINE)
+    example = load_example("step_scope")
+    monkeypatch.setattr(example, "ReplayStrategy", partial(ReplayStrategy, warmup_steps=warmup_steps))
+
+    found = {}
+    for reason, step in {**STEP_REASONS, "host_sync": step_that_asks_for_a_number}.items():
+        monkeypatch.setattr(example.Classifier, "training_step", step)
+        report, _ = example.main("auto")
+        assert Reason(reason) in report.reasons
+        assert report.steps_replayed > 25
+        found[reason] = report.steps_native
+
+    told = {
+        name: eval(formula, {"warmup_steps": warmup_steps})
+        for names, formula, _ in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert told == found
+    assert all(int(default) == eval(formula, {"warmup_steps": 3}) for _, formula, default in rows)
 
 
 def has_compiler() -> bool:
