@@ -247,7 +247,7 @@ def zoo(content: dict[str, Any]) -> str:
                 f"{row['speed_up']:.2f}",
             ]
         )
-    headers = ["model", "precision", "replayed", "steps", "native because", "deterministic", "else", "speed-up"]
+    headers = ["model", "precision", "replayed", "steps", "native calls by reason", "deterministic", "else", "speed-up"]
     lines += _table(headers, rows)
     return "\n".join(lines + (["", "Did not run:", "", *others] if others else []))
 
@@ -273,10 +273,13 @@ def statemachine(content: dict[str, Any]) -> str:
 
 def mutation(content: dict[str, Any]) -> str:
     """Renders which event or test notices that a guard is switched off."""
-    rows = [[row["guard"], _cell(row["caught_by"] or "**nothing**")] for row in content["guards"]]
+    # What differs is enough to read; both values are in the receipt.
+    noticed = [(row["caught_by"] or "**nothing**").partition(": native ")[0] for row in content["guards"]]
+    rows = [[row["guard"], _cell(text)] for row, text in zip(content["guards"], noticed, strict=True)]
     intro = (
         f"Each of {len(rows)} guards was switched off in turn; {len(content['unnoticed'])} went unnoticed. The first"
-        " event of the state machine after which replay and native differ, or the first test that fails:"
+        " event of the state machine after which replay and native differ, and what differs, or the first test that"
+        " fails:"
     )
     return "\n".join([intro, "", *_table(["guard switched off", "noticed by"], rows)])
 

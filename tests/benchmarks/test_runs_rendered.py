@@ -30,3 +30,10 @@ def test_a_guard_that_nothing_notices_is_told(tmp_path: Path) -> None:
 
     assert "Each of 2 guards was switched off in turn; 1 went unnoticed." in page
     assert "| hooks | a / b: 'c' |\n| flags | **nothing** |" in page
+
+
+def test_of_a_difference_the_page_says_what_differs(tmp_path: Path) -> None:
+    guards = [{"guard": "hooks", "caught_by": "hook(0): step.loss[0, 0]: native 1.5 (0x3fc00000), replay 2.5 (0x40"}]
+    write(tmp_path / "a.json", receipt("mutation", {}, {"guards": guards, "unnoticed": []}))
+
+    assert "| hooks | hook(0): step.loss[0, 0] |" in render.render(tmp_path)

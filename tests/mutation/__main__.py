@@ -43,7 +43,7 @@ def by_event(mutant: Mutant) -> str | None:
             if found is not None:
                 if (always := difference(mutant, name, choice)) is not None:
                     raise SystemExit(f"{name}({choice}) differs with all guards on: {always}")
-                return f"{name}({choice}): {found[:90]}"
+                return f"{name}({choice}): {found}"
     return None
 
 
