@@ -3,7 +3,7 @@
 """Decide what happens to a call of a region. Deciding knows no device; doing is the runner's part."""
 
 import dataclasses
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter, RNNBase
 
 from lightning_replay.engine.backend import Pool
 from lightning_replay.engine.modes import Modes, current_modes
+from lightning_replay.engine.reads import Reads
 from lightning_replay.engine.recording import Recording
 from lightning_replay.gradients import GradientBuffers, Publication
 from lightning_replay.guards.module import ModuleState, find_hidden_state, find_hooks, recurrent_networks
@@ -76,6 +77,8 @@ class Engaged:
         audit_interval: Replays between the last audit and the next.
         mismatches: Backward passes that it could not give.
         input_uses: For each argument the number of operations that give it a gradient.
+        reads: The numbers that its forward pass read from the device.
+        misses: Calls in a row that read others.
     """
 
     recording: Recording
@@ -88,6 +91,8 @@ class Engaged:
     audit_interval: int = FIRST_AUDIT
     mismatches: int = 0
     input_uses: list[int] = field(default_factory=list)
+    reads: Reads = field(default_factory=Reads)
+    misses: int = 0
 
     def audited(self, step: int) -> None:
         """Notes an audit that found nothing."""
@@ -106,12 +111,18 @@ class Slot:
     traces: dict[Hashable, Trace] = field(default_factory=dict)
     results: dict[Hashable, Any] = field(default_factory=dict)
     attempts: dict[Hashable, int] = field(default_factory=dict)
+    unsettled: Counter[Hashable] = field(default_factory=Counter)
     new_in_a_row: int = 0
     waiting: "Callable[[], Any] | None" = None
 
     def is_pending(self) -> bool:
         """Tells whether an earlier replayed call may still be differentiated."""
         return self.waiting is not None and (call := self.waiting()) is not None and not call.done
+
+    def forget(self, key: Hashable) -> None:
+        """Drops what is known of a signature, its recording included."""
+        for kept in (self.engaged, self.sightings, self.traces, self.results, self.attempts):
+            kept.pop(key, None)
 
     def sight(self, key: Hashable) -> int:
         """Counts a sighting of a signature and returns how often it was seen before."""
@@ -269,6 +280,11 @@ class Dispatcher:
             finding = Finding(Reason.PENDING, region.name, "no earlier call without backward", "one is waiting")
             return Decision(Action.NATIVE, finding)
         if (engaged := slot.engaged.get(key)) is not None:
+            if (difference := engaged.reads.difference(arguments.tensors)) is not None:
+                recorded, now = difference
+                finding = Finding(Reason.HOST_READ, region.name, f"{recorded}, as recorded", f"{now}")
+                return Decision(Action.NATIVE, finding, slot, key)
+            engaged.misses = 0
             if engaged.trace is not None and (
                 region in self.audit_requested or engaged.stats.replays >= engaged.next_audit
             ):

@@ -32,6 +32,8 @@ _EFFECTS = frozenset(
 _FILES = frozenset({torch.save.__code__, torch.load.__code__})
 _TODAY = frozenset({"now", "utcnow", "today"})
 _STREAM = frozenset({"write", "writelines", "read", "readline", "readlines"})
+_IS_CAPTURING = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_STATE = frozenset({"get_state", "set_state"})
 _NUMBERS = frozenset({"numpy", "tolist"})
 _TRUSTED = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_replay", "numpy"})
 """Libraries whose own clocks and messages change nothing that a step computes."""
@@ -44,6 +46,7 @@ class EffectWatch:
         finding: The first effect.
         random_line: Where Python's random numbers were first drawn.
         blind: A profiler had the place of the watch.
+        asks: The code asked whether it is being captured, or read or set a generator's state, which a capture forbids.
 
     Args:
         device: The device of the recordings. On another device than the CPU a tensor cannot be read as numbers without
@@ -55,6 +58,7 @@ class EffectWatch:
         self.finding: Finding | None = None
         self.random_line: str | None = None
         self.blind = False
+        self.asks = False
 
     def __enter__(self) -> "EffectWatch":
         # A Python profiler at work keeps its place: it would miss calls otherwise.
@@ -75,6 +79,8 @@ class EffectWatch:
         if event != "c_call":
             return
         owner = getattr(function, "__self__", None)
+        if function is _IS_CAPTURING or (isinstance(owner, torch.Generator) and function.__name__ in _STATE):
+            self.asks = True
         if isinstance(owner, random.Random):
             self.random_line = self.random_line or user_line(frame)
         elif isinstance(owner, Tensor):

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_replay.engine.host import HostConstants, HostValues, LiftingMode, host_values
 from lightning_replay.engine.layout import is_plain
 from lightning_replay.engine.operations import crossing, host_access, user_line, written_tensors
+from lightning_replay.engine.reads import Origin, Origins, is_read, read
 from lightning_replay.errors import CaptureError
 from lightning_replay.reasons import Finding, Reason
 
@@ -23,6 +24,8 @@ Trace = list[tuple[Any, ...]]
 
 _LIFT = torch.ops.aten.lift_fresh.default
 """What `torch.tensor(...)` does with the memory that it has filled."""
+
+_NUMBER = "a number read from the device"
 
 
 class Tracer(LiftingMode):
@@ -38,12 +41,22 @@ class Tracer(LiftingMode):
         name: Dotted path of the region.
         expected: The trace of an earlier run with the same signature.
         device: The device of the region.
+        inputs: The region's arguments.
+        buffers: The region's buffers.
     """
 
-    def __init__(self, name: str, expected: Trace | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        expected: Trace | None,
+        device: torch.device,
+        inputs: Iterable[Tensor],
+        buffers: Iterable[Tensor],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._origins = Origins(inputs, buffers)
         self._name = name
-        self._on = device
+        self._device = device
         self.access: Finding | None = None
         self._expected = expected
         self.listening = True
@@ -52,18 +65,30 @@ class Tracer(LiftingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.note(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.origin(func, args) is not None:
+            self.note_read(result)
+        self._origins.note(func, args, kwargs or {}, result)
+        return result
+
+    def origin(self, func: Any, args: Any) -> Origin | None:
+        """Returns where a number that an operation reads comes from; None if that is unknown, or it reads none."""
+        return self._origins.of(args[0]) if self.listening and is_read(func, args, self._device) else None
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Adds an operation."""
         if not self.listening:
             return
-        if self._on is not None and self.access is None:
-            finding = host_access(func, args, kwargs, self._on)
+        if self.access is None and self.origin(func, args) is None:
+            finding = host_access(func, args, kwargs, self._device)
             self.access = None if finding is not None and finding.reason is Reason.HOST_TENSOR else finding
         host = crossing(func, args, kwargs) or (args if func is _LIFT else ())
         values = {id(tensor): host_values(tensor) for tensor in host}
         self._add((func, *(values.get(id(leaf)) or _frozen(leaf) for leaf in tree_leaves((args, kwargs)))))
+
+    def note_read(self, number: Any) -> None:
+        """Adds a number that was read from the device."""
+        self._add((_NUMBER, _frozen(number)))
 
     def note_values(self, name: str, values: tuple[Any, ...]) -> None:
         """Adds plain values; of a tensor only that it is one."""
@@ -75,6 +100,8 @@ class Tracer(LiftingMode):
             earlier = self._expected[position] if position < len(self._expected) else None
             if entry != earlier:
                 reason = Reason.HOST_TENSOR if _differ_in_host_values(earlier, entry) else Reason.PYTHON_VALUE
+                if earlier is not None and earlier[0] == entry[0] == _NUMBER:
+                    reason = Reason.HOST_READ
                 self.difference = Finding(reason, user_line(), _show(earlier), _show(entry))
         self.trace.append(entry)
 
@@ -97,7 +124,8 @@ class Inspector(Tracer):
         foreign: Tensors used that are neither arguments, members of the region, nor made in it. Their addresses are
             frozen into a recording, so it must keep them alive. The constants are among them.
         finding: What it refused, whatever became of the error on its way out of the region.
-        constants: Device constants in place of host tensors that the region makes.
+        constants: What stands for the host in a recording: device constants in place of host tensors that the region
+            makes, and the numbers that it reads.
 
     Args:
         name: Dotted path of the region.
@@ -119,8 +147,8 @@ class Inspector(Tracer):
         buffers: Iterable[Tensor],
         random_state: Callable[[], Tensor],
     ) -> None:
-        super().__init__(name, expected)
-        self._device = device
+        inputs, buffers = list(inputs), list(buffers)
+        super().__init__(name, expected, device, inputs, buffers)
         self._random_state = random_state
         self._random = random_state()
         self._inputs = {_address(tensor) for tensor in inputs if tensor.numel()}
@@ -134,14 +162,17 @@ class Inspector(Tracer):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (origin := self.origin(func, args)) is not None:
+            return self._read(func, args, kwargs, origin)
         if (finding := self._check_host(func, args, kwargs)) is not None:
+            self.finding = finding
             raise CaptureError(finding)
         given = (args, kwargs)
         args, kwargs = self.constants.replaced(func, args, kwargs, make=True)
         finding = (
             host_access(func, args, kwargs, self._device)
             or self._check_writes(func, args, kwargs)
-            or self._check_generator()
+            or (self._check_generator() if torch.Tag.nondeterministic_seeded in func.tags else None)
         )
         if finding is not None:
             self.finding = finding
@@ -154,13 +185,23 @@ class Inspector(Tracer):
                 if func is not _LIFT:  # torch.tensor(...) has just made it
                     self._others.add(_address(leaf))
                 self.foreign.append(leaf.detach())
+        state = self._random_state()
         result = func(*args, **kwargs)
-        self._random = self._random_state()
+        self._origins.note(func, *given, result)
+        self._note_draw(state)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.numel():
                 self._known.add(_address(leaf))  # a foreign tensor is alive all the time and cannot take this address
         self._keep_host(func, args, kwargs, result)
         return result
+
+    def _read(self, func: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
+        """Reads a number that can be read again before each replay."""
+        self.note(func, args, kwargs)
+        number = read(args[0])
+        self.note_read(number)
+        self.constants.reads.add(origin, number)
+        return number
 
     def begin(self) -> None:
         """Reads the generator where the run begins, before the forward pass."""
@@ -172,6 +213,16 @@ class Inspector(Tracer):
         super().end_forward()
         with _disable_current_modes():
             self.finding = self.finding or self._check_generator()
+
+    def _note_draw(self, before: Tensor) -> None:
+        """Follows the generator over an operation. Setting it is no harm as long as nothing is drawn then."""
+        after = self._random_state()
+        if torch.equal(before, after):
+            return
+        if (finding := None if torch.equal(before, self._random) else self._check_generator()) is not None:
+            self.finding = finding
+            raise CaptureError(finding)
+        self._random = after
 
     def _check_generator(self) -> Finding | None:
         if torch.equal(self._random, self._random_state()):

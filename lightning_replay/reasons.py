@@ -238,6 +238,11 @@ class Reason(Enum):
         "A Python number, or the choice of operations, differed between two steps of one signature.",
         "Make it a tensor on the device; or an attribute of the module, if it changes rarely.",
     )
+    HOST_READ = (
+        "host_read",
+        "A number that the region reads from the device differs from the recorded one: Python may go another way.",
+        "Nothing if it is rare; else do what depends on it in training_step, outside of the network.",
+    )
     TOO_SMALL = (
         "too_small",
         "A part of a network that cannot be recorded as a whole launches too few operations to pay for its replay.",

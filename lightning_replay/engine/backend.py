@@ -3,6 +3,7 @@
 """What the engine needs from a backend: pools, capture, replay and the device's random state."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -59,6 +60,9 @@ class GraphBackend(Protocol):
             CaptureError: If the callable did something that a graph cannot hold.
             Exception: Whatever `run` raised. The device, the allocator and the generator are usable in either case.
         """
+
+    def unnoticed(self) -> AbstractContextManager[None]:
+        """Surrounds code inside of a capture that must not find out that it is being captured."""
 
     def random_state(self) -> torch.Tensor:
         """Returns the state of the device's default generator."""

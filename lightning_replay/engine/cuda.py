@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_replay.engine.host import LiftingMode
 from lightning_replay.engine.operations import user_line
 from lightning_replay.errors import CaptureError
 from lightning_replay.reasons import Finding, Reason
@@ -45,6 +46,18 @@ class CudaPool:
         )
 
 
+class _OnStream(LiftingMode):
+    """Runs each operation on one stream, whichever is current for the code that calls it."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.cuda.stream(self._stream):
+            return func(*args, **(kwargs or {}))
+
+
 class CudaGraphBackend:
     """Records CUDA graphs on one capture stream.
 
@@ -63,6 +76,7 @@ class CudaGraphBackend:
         self.device = device
         self._spares_memory = spares_memory
         self._stream = torch.cuda.Stream(device)
+        self._caller: torch.cuda.Stream | None = None
         self._generator = torch.cuda.default_generators[device.index]
 
     def new_pool(self) -> CudaPool:
@@ -72,7 +86,7 @@ class CudaGraphBackend:
     @contextlib.contextmanager
     def _on_capture_stream(self) -> Iterator[None]:
         """Makes the capture stream current; work before and after on the caller's stream stays ordered."""
-        caller = torch.cuda.current_stream(self.device)
+        self._caller = caller = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(caller)
         try:
             with torch.cuda.stream(self._stream):
@@ -124,6 +138,18 @@ class CudaGraphBackend:
         torch.cuda.synchronize(self.device)
         self._empty_cache()
         return graph, result
+
+    @contextlib.contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """Makes the caller's stream current, and runs each operation on the capture stream.
+
+        Libraries that ask whether a capture is under way ask for the current stream, and take another way if it is:
+        the recorded operations would not be the native ones. What a library launches without torch is not captured so;
+        the trial replay differs then.
+        """
+        assert self._caller is not None
+        with torch.cuda.stream(self._caller), _OnStream(self._stream):
+            yield
 
     def _empty_cache(self) -> None:
         if self._spares_memory:

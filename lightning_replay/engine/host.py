@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from lightning_replay.engine.bits import as_bits
 from lightning_replay.engine.layout import is_plain, without_expanded
 from lightning_replay.engine.operations import COPYING, crossing, user_line
+from lightning_replay.engine.reads import Reads, is_read
 from lightning_replay.errors import CaptureError
 from lightning_replay.reasons import Finding, Reason
 
@@ -69,7 +70,10 @@ class LiftingMode(TorchDispatchMode):
 
 
 class HostConstants(LiftingMode):
-    """The device constants of a recording. As a mode, it puts them in the place of the host tensors they stand for.
+    """What stands for the host in a recording. As a mode, it puts it in its place.
+
+    Attributes:
+        reads: The numbers that the region reads from the device. Each time the mode is entered it gives them in order.
 
     Args:
         device: The device of the recording.
@@ -79,13 +83,22 @@ class HostConstants(LiftingMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._twins: dict[HostValues, Tensor] = {}
+        self.reads = Reads()
+        self._asked = 0
 
     @property
     def needed(self) -> bool:
         """Tells whether there are any. If not, nothing should run under this mode: torch takes other ways then."""
-        return bool(self._twins)
+        return bool(self._twins) or bool(self.reads.answers)
+
+    def __enter__(self) -> Any:
+        self._asked = 0
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_read(func, args, self._device) and self._asked < len(self.reads.answers):
+            self._asked += 1
+            return self.reads.answers[self._asked - 1]
         args, kwargs = self.replaced(func, args, kwargs or {})
         return func(*args, **kwargs)
 

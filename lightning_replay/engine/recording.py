@@ -360,6 +360,7 @@ class Recorder:
         written: dict[str, Tensor],
         draws: bool,
         constants: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008
+        unnoticed: bool = False,
     ) -> Recording:
         """Captures forward and backward. State moved meanwhile is for the caller to put back.
 
@@ -368,6 +369,7 @@ class Recorder:
             written: Buffers that the forward pass writes, by name.
             draws: Whether the call draws from the device's generator.
             constants: Surrounds what is captured: puts device constants in the place of host tensors.
+            unnoticed: The region's code must not find out that it is being captured.
 
         Raises:
             CaptureError: If the call cannot be recorded.
@@ -375,15 +377,16 @@ class Recorder:
         leaves = self._call.leaves()
         shadows = [clone_exactly(buffer) for buffer in written.values()]
         buffers = [buffer.detach() for buffer in written.values()]
+        hiding = self._backend.unnoticed if unnoticed else contextlib.nullcontext
 
         def forward() -> Result:
             with torch.no_grad():
                 copy_all([without_expanded(s) for s in shadows], [without_expanded(b) for b in buffers])
-            with constants:
+            with hiding(), constants:
                 return take_apart(self._call(leaves), leaves, self._call.name)
 
         def backward() -> tuple[list[Tensor | None], list[Tensor | None]]:
-            with constants:
+            with hiding(), constants:
                 return self._differentiate(result, leaves)
 
         forward_graph, result = self._backend.capture(self._pool, forward, overwrites_pool=True)

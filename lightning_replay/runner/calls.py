@@ -33,6 +33,7 @@ class Sample:
         edges: For each output its place in the autograd graph.
         numbers: Sequence numbers of the call's own autograd nodes.
         input_edges: Likewise for each argument that requires a gradient.
+        unnoticed: Whether its code asks if it is being captured, and must not find out.
         unreached: Outputs that nothing outside of the call leads a gradient to.
         input_uses: For each argument the number of operations that give it a gradient.
     """
@@ -49,6 +50,7 @@ class Sample:
     edges: list[tuple[Any, int]]
     numbers: range
     input_edges: list[Any]
+    unnoticed: bool
     unreached: list[int] = field(default_factory=list)
     input_uses: list[int] = field(default_factory=list)
 

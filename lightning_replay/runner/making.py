@@ -152,7 +152,9 @@ class Maker:
                 raise CaptureError(Finding(Reason.TOO_SMALL, region.name, f"at least {MIN_OPERATIONS}", actual))
             self._check_sharing(region, call, reference, trainable)
             sample.before.restore()
-            recording = recorder.record(reference, written, sample.after.drew_since(sample.before), constants())
+            recording = recorder.record(
+                reference, written, sample.after.drew_since(sample.before), constants(), sample.unnoticed
+            )
             recording.kept_alive.extend(inspector.foreign)
             recording.gradients = spread(recording.gradients, trainable, len(parameters))
             recording.several_uses = frozenset(trainable[i] for i in recording.several_uses)
@@ -166,7 +168,14 @@ class Maker:
         stats.native_runs, stats.nondeterministic = native_runs, verdict.operations
         trace = inspector.trace if inspects else None
         return Engaged(
-            recording, publication, stats, trace, last_used=step, verified_step=step, input_uses=sample.input_uses
+            recording,
+            publication,
+            stats,
+            trace,
+            last_used=step,
+            verified_step=step,
+            input_uses=sample.input_uses,
+            reads=inspector.constants.reads,
         )
 
     def _check_sharing(self, region: Region, call: Call, reference: Reference, trainable: list[int]) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_replay.dispatch import Action, Decision, Dispatcher, Region
+from lightning_replay.dispatch import MAX_STRIKES, PAYBACK_REPLAYS, Action, Decision, Dispatcher, Region
 from lightning_replay.effects import EffectWatch
 from lightning_replay.engine import tree
 from lightning_replay.engine.backend import GraphBackend
@@ -38,8 +38,8 @@ from lightning_replay.engine.snapshot import Snapshot
 from lightning_replay.errors import CaptureError
 from lightning_replay.guards.module import AttributeWatch, join, recurrent_networks
 from lightning_replay.guards.parameters import line_that_sets
-from lightning_replay.guards.signature import read_arguments
-from lightning_replay.inspection import Tracer
+from lightning_replay.guards.signature import Arguments, read_arguments
+from lightning_replay.inspection import Trace, Tracer
 from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import RecordingStats
 from lightning_replay.runner.backward import BackwardPass
@@ -52,6 +52,12 @@ StepAction = Literal["native", "record", "replay"]
 
 MAX_UNREADY = 5
 """Calls of a region, never recorded, that its hooks or arguments forbade to record, before its parts are tried."""
+
+MAX_MISSES = 5
+"""Calls in a row that read other numbers than the recording, after which another one is to be made."""
+
+MAX_UNSETTLED = 5
+"""Calls of a signature that read other numbers from the device than the one before, before a region is given up."""
 
 UNREADY = frozenset({Reason.HOOKS, Reason.ARGUMENT})
 """Reasons for which a call is not even observed, and that may end with the next one."""
@@ -68,6 +74,7 @@ SPLITTING = UNREADY | frozenset(
         Reason.RESULT,
         Reason.FOREIGN_GRAPH,
         Reason.HOST_SYNC,
+        Reason.HOST_READ,
         Reason.HOST_TENSOR,
         Reason.HOST_RANDOM,
         Reason.HOST_EFFECT,
@@ -286,7 +293,21 @@ class Runner:
         self._step[decision.action] += 1
         if decision.finding is not None:
             self._on_finding(decision.finding)
+            if decision.finding.reason is Reason.HOST_READ:
+                self._count_miss(region, decision, decision.finding)
         return decision
+
+    def _count_miss(self, region: Region, decision: Decision, finding: Finding) -> None:
+        """Drops a recording whose numbers are not read any more, and gives the region up where that goes on."""
+        if decision.slot is None or (engaged := decision.slot.engaged.get(decision.key)) is None:
+            return
+        engaged.misses += 1
+        if engaged.misses < MAX_MISSES:
+            return
+        decision.slot.forget(decision.key)
+        region.strikes += engaged.stats.replays < PAYBACK_REPLAYS
+        if region.strikes >= MAX_STRIKES:
+            self.refuse(region, finding)
 
     def _count_unready(self, region: Region, finding: Finding) -> None:
         """Gives a region up whose calls cannot even be observed, so that its parts are tried."""
@@ -323,11 +344,14 @@ class Runner:
 
     def _audit(self, region: Region, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a recorded call natively and compares its operations with the recorded ones."""
-        assert decision.slot is not None
+        assert decision.slot is not None and decision.arguments is not None
         engaged = decision.slot.engaged[decision.key]
         self._dispatcher.audit_requested.discard(region)
         watch = AttributeWatch(region.members, region.module, region.ignored, region.entry)
-        with Tracer(region.name, engaged.trace) as tracer, EffectWatch(self._backend.device) as effects:
+        with (
+            self._tracer(region, engaged.trace, decision.arguments) as tracer,
+            EffectWatch(self._backend.device) as effects,
+        ):
             result = self._run_natively(region, args, kwargs)
         tracer.end_forward()
         difference = watch.difference() or tracer.difference or effects.finding
@@ -340,6 +364,11 @@ class Runner:
         region.retire(finding)
         self._on_finding(finding)
         return result
+
+    def _tracer(self, region: Region, expected: Trace | None, arguments: Arguments) -> Tracer:
+        """Makes what writes a call's operations down."""
+        assert region.state is not None
+        return Tracer(region.name, expected, self._backend.device, arguments.tensors, region.state.buffers.values())
 
     def request_audit(self) -> None:
         """Makes the next call of each region an audit."""
@@ -370,7 +399,7 @@ class Runner:
         expected = decision.slot.traces.get(decision.key) if recording else None
         first_number = sequence_number()
         with (
-            Tracer(region.name, expected, self._backend.device) if traced else contextlib.nullcontext() as tracer,
+            self._tracer(region, expected, decision.arguments) if traced else contextlib.nullcontext() as tracer,
             EffectWatch(self._backend.device) as effects,
         ):
             result = self._run_natively(region, args, kwargs)
@@ -382,6 +411,9 @@ class Runner:
             tracer.end_forward()
             decision.slot.traces[decision.key] = tracer.trace
             finding = tracer.difference and (tracer.access or tracer.difference)
+            if finding is not None and self._may_settle(decision, finding):
+                self._on_finding(finding)
+                return result
         after = Snapshot(self._backend, state.buffers if recording else {})
         if watched:  # libraries say things once, at a first call: what a call does that is to be recorded counts
             finding = finding or effects.finding
@@ -442,6 +474,7 @@ class Runner:
                 edges=[(output.grad_fn, output.output_nr) for output in outputs],
                 numbers=numbers,
                 input_edges=[edge_of(tensor) if tensor.requires_grad else None for tensor in tensors],
+                unnoticed=effects.asks,
             )
             self._samples.append(sample)
         for position, output in enumerate(outputs):
@@ -449,6 +482,18 @@ class Runner:
                 output.register_hook(self._observer(region, sample, position))
                 self._backward.observed.append((region, output.grad_fn))
         return result
+
+    def _may_settle(self, decision: Decision, finding: Finding) -> bool:
+        """Tells whether two calls that read different numbers are no reason yet to give a region up."""
+        slot, key = decision.slot, decision.key
+        assert slot is not None
+        if finding.reason is not Reason.HOST_READ or slot.unsettled[key] >= MAX_UNSETTLED:
+            return False
+        slot.unsettled[key] += 1
+        slot.attempts.pop(key, None)
+        self._step[decision.action] -= 1
+        self._step[Action.OBSERVE] += 1
+        return True
 
     def _observer(self, region: Region, sample: Sample | None, position: int) -> Callable[[Tensor], None]:
         """Returns a hook that notes the gradient an output of a native call receives."""

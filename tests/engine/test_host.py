@@ -32,7 +32,7 @@ Run = Callable[[Tensor], object]
 def inspect(run: Run, device: torch.device = META, seen: bool = True) -> Inspector:
     """Observes two runs as a recording does."""
     given = torch.zeros(2, 3, device=device)
-    with Tracer("net") as tracer:
+    with Tracer("net", None, torch.device("cpu"), [], []) as tracer:
         run(given)
     inspector = Inspector("net", tracer.trace if seen else None, device, [], [], [], lambda: torch.zeros(1))
     with inspector:
@@ -73,7 +73,7 @@ def test_a_copy_of_a_constant_is_answered_on_the_device(run: Run) -> None:
     assert inspector.constants.needed
     assert {tensor.device for tensor in inspector.foreign} == {META}, "the constants are kept alive"
     given = torch.zeros(2, 3, device=META)
-    with Tracer("net") as below, inspector.constants:
+    with Tracer("net", None, torch.device("cpu"), [], []) as below, inspector.constants:
         run(given)
     assert crossings(inspector.trace) == 1
     assert crossings(below.trace) == 0

@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_replay import Reason, ReplayStrategy
+from lightning_replay.runner.steps import MAX_MISSES
 from tests.field.conftest import Field
+from tests.parity import harness
 from tests.parity.harness import CLASSES, FEATURES, STEPS, WARM_UP, Learner, batches, loader, mlp, script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -153,9 +156,123 @@ def test_f19_a_branch_on_the_contents_of_a_mask(field: Field) -> None:
         mask[:, batch_idx % 2 * 3 :] = 0 if batch_idx % 2 else 1
         return F.cross_entropy(module.net(batch[0], mask), batch[1])
 
-    trace = field.native(lambda: Learner(LooksAtMask(), step), Reason.HOST_SYNC, steps=10)
+    trace = field.native(lambda: Learner(LooksAtMask(), step), Reason.HOST_READ, steps=14)
 
     assert {recording.region for recording in trace.report.recordings} <= {"net.net"}
+
+
+FULL, PADDED = (6, 6, 6, 6, 6), (6, 3, 4, 5, 2)
+
+
+def masked(*lengths: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
+    """Batches with masks, as tokenizers make them."""
+    masks = [(torch.arange(FEATURES) < torch.tensor(rows).unsqueeze(1)).long() for rows in lengths]
+    return [(*batch, mask) for batch, mask in zip(batches(count=len(masks)), masks, strict=True)]
+
+
+def with_mask(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    return F.cross_entropy(module.net(batch[0], batch[2]), batch[1])
+
+
+def fit_masked(field: Field, *lengths: tuple[int, ...]) -> Any:
+    data = masked(*lengths)
+    return field.both(lambda: Learner(LooksAtMask(), with_mask), lambda: loader(data, len(data)), steps=len(data))
+
+
+def test_f19_padded_batches_are_replayed(field: Field) -> None:
+    trace = fit_masked(field, *[PADDED] * 10)
+
+    assert trace.actions == script(10)
+    assert Reason.HOST_READ not in trace.report.reasons
+
+
+def test_f19_a_batch_without_padding_among_others_is_native(field: Field) -> None:
+    trace = fit_masked(field, *[PADDED] * 6, FULL, PADDED, FULL, PADDED)
+
+    assert trace.actions == [*script(6), "native", "replay", "native", "replay"]
+    assert trace.report.reasons[Reason.HOST_READ] == 2
+
+
+def test_f19_a_batch_without_padding_at_first_only_delays_the_recording(field: Field) -> None:
+    trace = fit_masked(field, *[PADDED] * (WARM_UP - 1), FULL, *[PADDED] * 8)
+
+    assert trace.actions[WARM_UP:] == ["native", "record", *["replay"] * 6]
+    assert trace.report.reasons[Reason.HOST_READ] == 1
+
+
+def test_f19_a_recording_that_is_not_met_again_is_made_anew(field: Field) -> None:
+    trace = fit_masked(field, *[FULL] * 6, *[PADDED] * 14)
+
+    assert trace.actions[:6] == script(6)
+    assert trace.actions[6 : 6 + MAX_MISSES] == ["native"] * MAX_MISSES
+    assert trace.actions[6 + MAX_MISSES :] == script(14 - MAX_MISSES)
+    assert len(trace.report.recordings) == 2
+
+
+class ChecksItsInput(nn.Module):
+    """Reads what no training with good data ever changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("scaled", torch.tensor(True))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if torch.isnan(inputs).any():
+            raise ValueError("not a number")
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        if not (positions.diff() == 1).all():
+            inputs = inputs + 1
+        return self.net(inputs * 2 if self.scaled else inputs)
+
+
+def test_f19_checks_of_the_input_are_made_before_each_replay(field: Field) -> None:
+    trace = field.replayed(lambda: Learner(ChecksItsInput()))
+    assert Reason.HOST_READ not in trace.report.reasons
+
+    data = batches(count=8)
+    data[6][0][2, 1] = torch.nan
+    native, replay = harness.run_both(
+        lambda: Learner(ChecksItsInput()),
+        lambda: loader(data, 8),
+        strategy=field.strategy(),
+        accelerator=field.accelerator,
+        steps=8,
+    )
+    assert str(native.error) == str(replay.error) == "not a number"
+
+
+class AsksForCaptures(nn.Module):
+    """Takes another way while it is captured, as libraries do that know of CUDA graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        captured = inputs.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self.net(inputs * 3 if captured else inputs)
+
+
+def test_f19_a_network_does_not_find_out_that_it_is_captured(field: Field) -> None:
+    field.replayed(lambda: Learner(AsksForCaptures()))
+
+
+class Checkpointing(nn.Module):
+    """Saves and sets the generators around a computation that draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(FEATURES, 8), nn.GELU(), nn.Linear(8, CLASSES))
+        self.last = nn.Linear(CLASSES, CLASSES)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.drop(checkpoint(self.first, inputs, use_reentrant=False)))
+
+
+def test_f19_generators_set_where_nothing_is_drawn(field: Field) -> None:
+    field.replayed(lambda: Learner(Checkpointing()))
 
 
 class Decoder(nn.Module):
