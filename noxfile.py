@@ -129,10 +129,8 @@ def docs(session: nox.Session) -> None:
 
 @shared
 def bench(session: nox.Session) -> None:
-    """Measure. Most figures need a GPU."""
-    install(session)
-    if not (ROOT / "tests" / "benchmarks" / "__main__.py").exists():
-        session.skip("there are no benchmarks yet")
+    """Measure on a GPU and publish: nox -s bench -- NAME, or all. Without a GPU, render and draw the receipts."""
+    install(session, "bench")
     run(session, "python", "-m", "tests.benchmarks", *session.posargs)
 
 

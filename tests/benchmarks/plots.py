@@ -116,17 +116,22 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, fail if a picture is out of date")
     options = parser.parse_args()
     due = drawings(options.folder)
-    if options.check:
-        stale = out_of_date(options.folder, due)
-        for name in stale:
-            print(f"{name} is not what the receipts say: run python -m tests.benchmarks.plots", file=sys.stderr)
-        return 1 if stale else 0
+    if not options.check:
+        publish(options.folder, due)
+        return 0
+    stale = out_of_date(options.folder, due)
+    for name in stale:
+        print(f"{name} is not what the receipts say: run python -m tests.benchmarks.plots", file=sys.stderr)
+    return 1 if stale else 0
+
+
+def publish(folder: Path, due: dict[str, Drawing]) -> None:
+    """Writes the drawings and their page, and takes away those that have no receipt."""
     for name in PICTURES.keys() - due.keys():
-        (options.folder / name).unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
     for name, drawing in due.items():
-        (options.folder / name).write_text(drawing.svg(), encoding="utf-8")
-    (options.folder / PAGE).write_text(page(due), encoding="utf-8")
-    return 0
+        (folder / name).write_text(drawing.svg(), encoding="utf-8")
+    (folder / PAGE).write_text(page(due), encoding="utf-8")
 
 
 def drawings(folder: Path = EVIDENCE) -> dict[str, Drawing]:

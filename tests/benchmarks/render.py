@@ -33,19 +33,26 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, default=README, help="the README with the two markers")
     parser.add_argument("--check", action="store_true", help="write nothing, fail if a page is out of date")
     options = parser.parse_args()
-    pages = {
-        options.folder / "README.md": render(options.folder),
-        options.readme: readme(options.readme, options.folder),
-    }
+    pages = rendered(options.folder, options.readme)
     if not options.check:
-        for target, page in pages.items():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(page, encoding="utf-8")
+        publish(pages)
         return 0
     stale = [target for target, page in pages.items() if not target.exists() or target.read_text("utf-8") != page]
     for target in stale:
         print(f"{target} is not what the receipts say: run python -m tests.benchmarks.render", file=sys.stderr)
     return 1 if stale else 0
+
+
+def rendered(folder: Path = EVIDENCE, path: Path = README) -> dict[Path, str]:
+    """Returns what the receipts make of the page of evidence and of the README."""
+    return {folder / "README.md": render(folder), path: readme(path, folder)}
+
+
+def publish(pages: dict[Path, str]) -> None:
+    """Writes pages."""
+    for target, page in pages.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page, encoding="utf-8")
 
 
 def readme(path: Path = README, folder: Path = EVIDENCE) -> str:
