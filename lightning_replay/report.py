@@ -16,7 +16,7 @@ WIDTH = 120
 """Columns of a table, where names are not too long for that."""
 
 # Widths of a signature, which leaves room for the path of a module and for figures, and of an argument in it.
-_SIGNATURE, _ARGUMENT = 44, 28
+_SIGNATURE, _ARGUMENT = 48, 28
 
 
 @dataclass(slots=True)

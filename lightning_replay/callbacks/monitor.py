@@ -3,6 +3,7 @@
 """Watch what is replayed while training goes on."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Hashable
 from typing import Any
@@ -14,7 +15,7 @@ from typing_extensions import override
 
 from lightning_replay.arguments import check_count
 from lightning_replay.errors import warn
-from lightning_replay.report import ReplayReport
+from lightning_replay.report import WIDTH, ReplayReport
 from lightning_replay.strategy import ReplayStrategy
 from lightning_replay.timing import StepTimes
 
@@ -148,7 +149,7 @@ def _show(report: ReplayReport) -> None:
     except ImportError:
         print(report)
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)  # rich takes files for narrow terminals
     for line in report.summary():
         console.print(Text(line))
     for plain in report.tables():

@@ -234,7 +234,7 @@ def test_a_broken_bar_or_none_ends_no_training(callbacks: list[Callback], capfd:
 
 @pytest.mark.parametrize("with_rich", [True, False])
 def test_tables_at_the_end(with_rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "60")  # what is no terminal gets the whole width
     if not with_rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
     strategy = tape()
