@@ -34,7 +34,7 @@ class BackwardPass:
     Attributes:
         running: Autograd is at work on a loss of Lightning's.
         must_check_inputs: A replayed call of this step uses a trainable argument several times.
-        observed: Region and autograd node of each output of an observed native call of this step.
+        observed: Sequence numbers of the autograd nodes of each observed native call of this step.
         published: Passes whose gradients were published into stable buffers.
         added: Passes in which gradients were added to live ones.
         copied: Passes in which gradients needed memory of their own.
@@ -52,7 +52,7 @@ class BackwardPass:
         self._arrived: list[PendingCall | NativePart] = []
         self.running = False
         self.must_check_inputs = False
-        self.observed: list[tuple[Region, Any]] = []
+        self.observed: list[range] = []
         self.published = 0
         self.added = 0
         self.copied = 0
@@ -111,30 +111,21 @@ class BackwardPass:
         Returns:
             The parameters that replayed calls and operations outside of them share.
         """
-        inner = {node for _, node in self.observed}
+        inside = set().union(*self.observed)
         shared: list[Parameter] = []
         replayed: set[int] = set()
-        pending = [loss.grad_fn] if loss.grad_fn is not None else []
-        seen = set(pending)
-        while pending:
-            node = pending.pop()
-            if node in inner:
-                continue
+        for node, (following, _) in edges(loss):
             if isinstance(node, ReplayFunction._backward_cls):
                 call: PendingCall = node.pending  # type: ignore[attr-defined]
                 replayed |= call.engaged.publication.buffers.positions.keys()
+                continue  # it leads to arguments, and to its own parameters with hooks
+            variable = getattr(following, "variable", None)
+            if variable is None or node._sequence_nr() in inside:
                 continue
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                for region in self._regions:
-                    if region.buffers is not None and id(variable) in region.buffers.positions:
-                        region.outside.add(region.buffers.positions[id(variable)])
-                        shared.append(variable)
-                continue
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    pending.append(following)
+            for region in self._regions:
+                if region.buffers is not None and id(variable) in region.buffers.positions:
+                    region.outside.add(region.buffers.positions[id(variable)])
+                    shared.append(variable)
         return [parameter for parameter in dict.fromkeys(shared) if id(parameter) in replayed]
 
     def _check_inputs(self, loss: Tensor) -> None:

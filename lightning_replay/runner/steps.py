@@ -477,10 +477,10 @@ class Runner:
                 unnoticed=effects.asks,
             )
             self._samples.append(sample)
+        self._backward.observed.append(numbers)
         for position, output in enumerate(outputs):
             if output.requires_grad:
                 output.register_hook(self._observer(region, sample, position))
-                self._backward.observed.append((region, output.grad_fn))
         return result
 
     def _may_settle(self, decision: Decision, finding: Finding) -> bool:

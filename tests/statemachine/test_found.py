@@ -204,3 +204,21 @@ def test_gradients_are_there_after_a_backward_that_failed_half_way() -> None:
     reached = {name: parameter.grad for name, parameter in theirs.items() if parameter.grad is not None}
     assert reached
     assert_same(reached, {name: ours[name].grad for name in reached})
+
+
+class Before(Learner):
+    """Uses a weight of the network on what goes into the network."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.GELU(), mlp()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(torch.tanh(F.linear(batch[0], self.net[0].weight))), batch[1])
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_weight_used_upstream_of_the_replayed_network(window: int) -> None:
+    """The two parts of its gradient are added to each other before they are added to the live one."""
+    trace = check_replayed(Before, actions=script(12), steps=12, accumulate_grad_batches=window)
+
+    assert len(trace.report.recordings) == 1
