@@ -8,7 +8,7 @@ import io
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -22,6 +22,7 @@ from torch.nn.modules import module as torch_module
 
 from lightning_replay.engine.interposition import is_interposed
 from lightning_replay.guards.changes import Change
+from lightning_replay.guards.layouts import Layouts
 from lightning_replay.guards.reads import Reads, find_reads, package_of
 from lightning_replay.reasons import Finding, Reason
 
@@ -110,9 +111,11 @@ class ModuleState:
         self._modules = [module for _, module in self._named]
         self._classes = [type(module) for module in self._modules]
         self._forwards = {cls: cls.forward for cls in self._classes}
-        self._members = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
-        self._member_names = [tuple(d) for d in self._members]
-        self._member_values = list(chain.from_iterable(d.values() for d in self._members))
+        members = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
+        self._member_names = [tuple(d) for d in members]
+        self._members = [d.values() for d in members if d]  # views: each pass over one reads the dict anew
+        self._empty_members = [d for d in members if not d]
+        self._member_values = [*chain.from_iterable(d.values() for d in members), _END]
         self._left_out = {module: _TORCH_OWN | names for module, names in ignored.items()}
         # A metric is no part of a network; a forward pass that updates one is refused for setting its attributes.
         code = [m for m in self._modules if id(m) in ignored or not _is_metric(m)]
@@ -135,7 +138,7 @@ class ModuleState:
         self._tensors = [*self.parameters.values(), *self.buffers.values()]
         self._tensor_names = [*self.parameters, *self.buffers]
         self._memory = list(map(Tensor.data_ptr, self._tensors))
-        self._layouts = _layouts(self._tensors)
+        self._layouts = Layouts(self._tensors)
         self._parameter_list = list(self.parameters.values())
 
     def _read_attributes(self, module: Module) -> dict[str, Any]:
@@ -162,14 +165,13 @@ class ModuleState:
 
     def difference(self) -> Finding | None:
         """Finds the first thing that is not as it was when this state was taken."""
-        live = list(chain.from_iterable(map(dict.values, self._members)))
-        if len(live) != len(self._member_values) or not all(map(is_, live, self._member_values)):
+        if any(self._empty_members) or not _same_objects(chain.from_iterable(self._members), self._member_values):
             return self._member_difference()
         if any(self._hooks) or torch_module._has_any_global_hook():
             return find_hooks(self.name, self.root)
         if list(map(Tensor.data_ptr, self._tensors)) != self._memory:
             return self._memory_difference()
-        if _layouts(self._tensors) != self._layouts:
+        if not self._layouts.are_same():
             return self._memory_difference()
         if list(map(type, self._modules)) != self._classes:
             return self._finding(Change.CODE, self.name, "the classes of the modules", "another class")
@@ -202,13 +204,12 @@ class ModuleState:
                 yield path, members
 
     def _memory_difference(self) -> Finding:
-        count = len(self._tensors)
         for index, (name, tensor, address) in enumerate(
             zip(self._tensor_names, self._tensors, self._memory, strict=True)
         ):
-            layout, then = _layouts([tensor]), self._layouts[index::count]
-            if layout != then:
-                return self._finding(Change.MEMORY, name, str(tuple(then)), str(tuple(layout)))
+            then, now = self._layouts.then(index), self._layouts.now(index)
+            if then != now:
+                return self._finding(Change.MEMORY, name, str(then), str(now))
             if tensor.data_ptr() != address:
                 return self._finding(
                     Change.MEMORY, name, "the memory that was recorded", "new memory (.data = ..., .to(...))"
@@ -217,9 +218,13 @@ class ModuleState:
 
     def _prepare_attributes(self) -> None:
         """Prepares the comparison of attributes and variables: one flat list, and the containers among it."""
-        chosen = [(d, tuple(a)) for d, a in zip(self._dicts, self._attributes, strict=True) if a]
-        self._readers = [(itemgetter(*names) if len(names) > 1 else _only(names[0]), d) for d, names in chosen]
-        self._flat = [value for attributes in self._attributes for value in attributes.values()]
+        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for live, attributes in zip(self._dicts, self._attributes, strict=True):
+            if attributes:
+                alike.setdefault(tuple(attributes), []).append(live)
+        # Of a single name an itemgetter would give no tuple.
+        self._readers = [(itemgetter(*(names * 2 if len(names) == 1 else names)), d) for names, d in alike.items()]
+        self._flat = [*self._read_all(), _END]
         self._outer = [getter() for _, getter in self._variables]
         self._sizes = list(map(len, self._dicts))
         self._containers: list[tuple[str, Any, list[Any]]] = []
@@ -232,6 +237,10 @@ class ModuleState:
         held = chain(self._flat, *(items for _, _, items in self._containers))
         self._plain = [value for value in held if isinstance(value, Tensor) and value.layout is torch.strided]
         self._plain_memory = list(map(Tensor.data_ptr, self._plain))
+
+    def _read_all(self) -> Iterator[Any]:
+        """Reads the attributes of all modules, those with the same names together."""
+        return chain.from_iterable(chain.from_iterable(map(read, dicts) for read, dicts in self._readers))
 
     def find_iterator(self) -> Finding | None:
         """Finds something among the attributes that a run would advance, and a replay would not."""
@@ -259,13 +268,12 @@ class ModuleState:
 
     def _attribute_difference(self) -> Finding | None:
         try:
-            live = list(chain.from_iterable([read(attributes) for read, attributes in self._readers]))
+            same = _same_objects(self._read_all(), self._flat)
         except KeyError:
-            live = []
+            same = False
         outer = [getter() for _, getter in self._variables]
         if (
-            len(live) == len(self._flat)
-            and all(map(is_, live, self._flat))
+            same
             and all(map(is_, outer, self._outer))
             and list(map(len, self._dicts)) == self._sizes
             and list(map(Tensor.data_ptr, self._plain)) == self._plain_memory
@@ -335,16 +343,13 @@ def _held_code(values: Sequence[Any]) -> tuple[set[type], set[FunctionType]]:
     return types, functions
 
 
-def _only(name: str) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    return lambda attributes: (attributes[name],)
-
-
 class _Missing:
     def __repr__(self) -> str:
         return "no such attribute"
 
 
 _MISSING = _Missing()
+_END = object()
 
 
 def _is_container(value: Any) -> bool:
@@ -391,6 +396,11 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
+def _same_objects(live: Iterable[Any], stored: list[Any]) -> bool:
+    """Tells whether values are the very objects that were stored, with `_END` behind them: neither more nor fewer."""
+    return all(map(is_, chain(live, (_END,)), stored))
+
+
 def _same_items(container: Any, items: list[Any], names: frozenset[str] | None) -> bool:
     live = _items(container, names)
     return len(live) == len(items) and (all(map(is_, live, items)) or all(map(_same_value, live, items)))
@@ -410,12 +420,6 @@ def _show(value: Any) -> str:
     return repr(value) if isinstance(value, _SCALARS) or value is _MISSING else f"a {type(value).__qualname__}"
 
 
-def _layouts(tensors: list[Tensor]) -> list[Any]:
-    """Returns all shapes, then all strides, then all dtypes: three passes without a Python call for each tensor."""
-    return [*map(Tensor.size, tensors), *map(Tensor.stride, tensors), *map(_dtype, tensors)]
-
-
-_dtype = attrgetter("dtype")
 _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
 

@@ -17,6 +17,7 @@ from lightning_replay.engine import modes, snapshot
 from lightning_replay.engine.recording import Recording
 from lightning_replay.gradients import GradientBuffers, Publication
 from lightning_replay.guards import module, reads, signature
+from lightning_replay.guards.layouts import Layouts
 from lightning_replay.guards.module import AttributeWatch, ModuleState
 from lightning_replay.inspection import Inspector, Tracer
 from lightning_replay.runner import making
@@ -141,12 +142,12 @@ def switched_off(mutant: Mutant) -> Iterator[None]:
 
 
 def _same_members(state: ModuleState) -> None:
-    state._members, state._member_values = [], []
+    state._members, state._empty_members, state._member_values = [], [], []
 
 
 def _no_memory(state: ModuleState) -> None:
     state._tensors = []
-    state._memory, state._layouts = [], []
+    state._memory, state._layouts = [], Layouts([])
 
 
 def _variables_gone(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""Shapes, strides and dtypes of many tensors, compared before each replay."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_CIRCUMSTANCES = 4
+"""How many combinations of autocast, modes and trainability have a guard of their own."""
+
+_dtype = attrgetter("dtype")
+
+
+class Layouts:
+    """Shapes, strides and dtypes of tensors as they are when this is made.
+
+    torch's compiler has a guard that compares them all in one call, and autocast, modes and trainability with them. So
+    its yes is enough, but its no is not: then they are read here, and if they are as they were, there will be one more
+    guard, for these circumstances.
+
+    Args:
+        tensors: The tensors, all of them strided.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._then = _read(tensors)
+        self._guards: deque[Callable[..., bool]] = deque(maxlen=MAX_CIRCUMSTANCES)
+
+    def are_same(self) -> bool:
+        """Tells whether all are as they were."""
+        for is_unchanged in self._guards:
+            if is_unchanged(*self._tensors):
+                return True
+        if _read(self._tensors) != self._then:
+            return False
+        if _CAN_GUARD:
+            self._guards.appendleft(_guard(self._tensors))
+        return True
+
+    def then(self, index: int) -> tuple[Any, ...]:
+        """Returns shape, strides and dtype of a tensor as they were."""
+        return tuple(self._then[index :: len(self._tensors)])
+
+    def now(self, index: int) -> tuple[Any, ...]:
+        """Returns shape, strides and dtype of a tensor as they are."""
+        return tuple(_read([self._tensors[index]]))
+
+
+def _read(tensors: Sequence[Tensor]) -> list[Any]:
+    """Returns all shapes, then all strides, then all dtypes: three passes without a Python call for each tensor."""
+    return [*map(Tensor.size, tensors), *map(Tensor.stride, tensors), *map(_dtype, tensors)]
+
+
+def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Makes torch's guard, with all sizes and strides fixed."""
+    guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return guards.check
+
+
+def _can_guard() -> bool:
+    """Tells whether this torch has the guard, which is not public, and whether it sees what is asked of it."""
+    tensor = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
+    others = (tensor[:1], tensor.view(3, 2).t(), tensor.view(torch.int32))
+    try:
+        is_unchanged = _guard([tensor])
+        return is_unchanged(tensor) and not any(map(is_unchanged, others))
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+
+
+_CAN_GUARD = _can_guard()
