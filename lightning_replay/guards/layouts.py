@@ -24,7 +24,7 @@ class Layouts:
     guard, for these circumstances.
 
     Args:
-        tensors: The tensors, all of them strided.
+        tensors: The tensors, all of them strided, each of them once.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
