@@ -400,7 +400,7 @@ class Runner:
         first_number = sequence_number()
         with (
             self._tracer(region, expected, decision.arguments) if traced else contextlib.nullcontext() as tracer,
-            EffectWatch(self._backend.device) as effects,
+            EffectWatch(self._backend.device, active=watched) as effects,
         ):
             result = self._run_natively(region, args, kwargs)
         numbers = range(first_number, sequence_number())
@@ -423,7 +423,7 @@ class Runner:
         elif changed is not None:
             line = line_that_sets(region.module, region.members, changed.where)
             finding = changed if line is None else replace(changed, actual=f"{changed.actual}, at {line}")
-        if (drawn := after.host_random.moved_since(before.host_random)) is not None:
+        if watched and (drawn := after.host_random.moved_since(before.host_random)) is not None:
             finding = Finding(
                 Reason.HOST_RANDOM,
                 effects.random_line or region.name,

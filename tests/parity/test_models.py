@@ -457,7 +457,7 @@ NATIVE: dict[str, tuple[Callable[[], nn.Module], Any, Reason, str]] = {
         Reason.HOST_SYNC,
         "batchnorm.py",
     ),
-    "checkpointed around dropout": (lambda: Checkpointed(dropout=0.2), batches, Reason.HOST_RANDOM, "in forward"),
+    "checkpointed around dropout": (lambda: Checkpointed(dropout=0.2), batches, Reason.HOST_RANDOM, "in dropout"),
     "checkpointed the old way": (lambda: Checkpointed(reentrant=True), batches, Reason.CAPTURE_FAILED, "net"),
     "counter": (lambda: Scripted(_count), batches, Reason.ATTRIBUTE_WRITTEN, "net.calls"),
     "list": (lambda: Scripted(_append), batches, Reason.ATTRIBUTE_WRITTEN, "net.seen"),
