@@ -27,6 +27,7 @@ BENCHMARKS = (
     "detection",
     "memory",
     "host_cost",
+    "host_time",
     "zoo",
     "soak",
 )

@@ -298,6 +298,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accumulation": summary,
     "omission": summary,
     "update_time": summary,
+    "host_time": summary,
     "sweep": sweep,
     "detection": summary,
     "zoo": zoo,

@@ -3,6 +3,7 @@
 """One fresh process of one arm: fits each workload once and writes raw numbers. Started by step_time."""
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 from tests.benchmarks import full_iteration
 from tests.benchmarks.arms import ARMS, FULL_ITERATION, NAMES, UNCLIPPED_ARMS, ClipFused
 from tests.benchmarks.clock import HostTimes, StepClock, fence, time_host
+from tests.benchmarks.spans import Spans
 from tests.benchmarks.workloads import USUAL, WORKLOADS
 from tests.helpers.digest import sha256
 from tests.helpers.models import cycled
@@ -51,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
         help="of a complete fit: strictly deterministic, validated after each epoch, a checkpoint at its end; 0: one"
         " epoch of steps and nothing else",
     )
+    parser.add_argument("--spans", choices=["none", "all"], default="none", help="clocks around the parts of a step")
     add_common(parser)
     return parser
 
@@ -151,6 +154,7 @@ def _fit_lightning(
     if options.log == "loss":
         _logging(module)
     times = time_host(module)
+    spans = Spans()
     strategy, callbacks, plugins = ARMS[options.arm](options.backend, options.precision)
     if options.update == "fused":
         callbacks = [*callbacks, ClipFused()]
@@ -170,15 +174,17 @@ def _fit_lightning(
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        callbacks=[*callbacks, clock],
+        callbacks=[*callbacks, clock, *([spans] if options.spans == "all" else [])],
     )
-    trainer.fit(module, loader, held_out if len(held_out) else None)
+    with spans.measuring() if options.spans == "all" else contextlib.nullcontext():
+        trainer.fit(module, loader, held_out if len(held_out) else None)
     if options.epochs:
         with tempfile.TemporaryDirectory() as folder:
             trainer.save_checkpoint(Path(folder) / "last.ckpt")
     report = getattr(trainer.strategy, "report", None)
     return {
         **_host(times, options.skip),
+        "spans_us": spans.medians_us(options.skip) if spans.steps else None,
         "norm_replays": _norm_replays(trainer),
         "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
         "report": plain(report().as_dict()) if callable(report) else None,
