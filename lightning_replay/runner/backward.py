@@ -64,11 +64,13 @@ class BackwardPass:
         self.must_check_inputs = False
 
     @contextlib.contextmanager
-    def around(self, loss: Tensor) -> Iterator[None]:
+    def around(self, loss: Tensor, replays: bool) -> Iterator[None]:
         """Surrounds the autograd pass of a step.
 
         Args:
             loss: The tensor that is differentiated.
+            replays: A call of the step was replayed. Autograd then works in this thread, in the order it always has: a
+                handful of nodes, one of them in Python, are not worth waking its own thread and handing Python over.
         """
         outside = self._outside_uses(loss)
         if self.must_check_inputs:
@@ -80,7 +82,8 @@ class BackwardPass:
             parameter.grad = None
         self.running = True
         try:
-            yield
+            with torch.autograd.set_multithreading_enabled(False) if replays else contextlib.nullcontext():
+                yield
             self._settle(before)
         except Exception:  # what has been differentiated until then has its gradients, as in native
             with contextlib.suppress(NotReplayedError):

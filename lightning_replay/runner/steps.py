@@ -562,7 +562,7 @@ class Runner:
             sample.keep_outer_cotangents(loss)
             if (finding := sample.count_input_uses(loss)) is not None:
                 self.refuse(sample.region, finding)
-        with self._backward.around(loss):
+        with self._backward.around(loss, self._step[Action.REPLAY] > 0):
             yield
         samples, self._samples = self._samples, []
         # See Note [memory between steps].

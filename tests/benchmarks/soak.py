@@ -187,15 +187,22 @@ def settled(run: dict[str, Any]) -> int:
 
 
 def growth(run: dict[str, Any], since: int) -> dict[str, int] | None:
-    """Returns by how many bytes memory grew from a step on, between samples of one kind; None without samples."""
-    grown: dict[str, int] = {}
+    """Returns by how many bytes memory grew from a step on; None without samples.
+
+    What is allocated is compared with the first sample of the same kind. What the allocator reserves is no matter of
+    kinds: it is what the largest needed, and is compared with the most that was reserved until each had its turn.
+    """
+    samples = [sample for sample in run["memory"] if sample["step"] >= since]
+    if not samples:
+        return None
     first: dict[str, dict[str, int]] = {}
-    for sample in run["memory"]:
-        if sample["step"] >= since:
-            start = first.setdefault(sample["kind"], sample)
-            for what in ("allocated_bytes", "reserved_bytes"):
-                grown[what] = max(grown.get(what, 0), sample[what] - start[what])
-    return grown or None
+    for sample in samples:
+        first.setdefault(sample["kind"], sample)
+    allocated = max(sample["allocated_bytes"] - first[sample["kind"]]["allocated_bytes"] for sample in samples)
+    all_seen = max(sample["step"] for sample in first.values())
+    highest = max(sample["reserved_bytes"] for sample in samples if sample["step"] <= all_seen)
+    reserved = max(sample["reserved_bytes"] for sample in samples) - highest
+    return {"allocated_bytes": allocated, "reserved_bytes": reserved}
 
 
 def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -258,8 +265,9 @@ def main() -> int:
         "what": "One long fit with BatchNorm, dropout, images of three sizes in turn, validation, checkpoints, and the"
         " first layers frozen in every other epoch; both arms side by side. Compared as bits: all losses, weights,"
         " buffers, moments of the optimizer, random generators. Memory after the last recording (of the"
-        " network, or of the gradient norm, whose tensors change with freezing): the most by which a sample exceeds the"
-        " first one of the same size and kind of epoch. Not as it has to be:"
+        " network, or of the gradient norm, whose tensors change with freezing): the most by which what is"
+        " allocated exceeds the first sample of the same size and kind of epoch, and what is reserved the most that was"
+        " reserved until each kind had its turn. Not as it has to be:"
         f" {'; '.join(found) or 'nothing'}.",
         "workloads": {},
         "sizes": SIZES,

@@ -31,14 +31,14 @@ def test_soak_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| replay | 150 | 126 | 6 |" in render.render(tmp_path)
 
 
-def _run(arm: str, allocated: list[int], weights: str = "a") -> dict[str, Any]:
+def _run(arm: str, allocated: list[int], weights: str = "a", reserved: tuple[int, ...] = ()) -> dict[str, Any]:
     memory = [
         {
             "step": step,
             "recordings": min(step, 2),
             "kind": f"{step % 2}",
             "allocated_bytes": value,
-            "reserved_bytes": 100,
+            "reserved_bytes": reserved[step] if reserved else 100,
         }
         for step, value in enumerate(allocated)
     ]
@@ -66,6 +66,14 @@ def test_kinds_of_steps_may_differ_in_memory_but_not_grow() -> None:
     assert soak.settled(_run("replay", [1, 9, 50, 60])) == 2
     assert _problems(native, _run("replay", [1, 9, 50, 60, 50, 60])) == []
     assert _problems(native, _run("replay", [1, 9, 50, 60, 50, 61])) == ["replay: allocated grew by, bytes 1"]
+
+
+def test_what_is_reserved_may_fall_and_rise_again_but_not_grow() -> None:
+    native = _run("native", [5, 5])
+    again, more = (100, 100, 140, 136, 138, 140), (100, 100, 140, 136, 138, 142)
+
+    assert _problems(native, _run("replay", [5] * 6, reserved=again)) == []
+    assert _problems(native, _run("replay", [5] * 6, reserved=more)) == ["replay: reserved grew by, bytes 2"]
 
 
 def test_differences_and_failures_are_problems() -> None:

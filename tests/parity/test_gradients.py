@@ -387,3 +387,19 @@ def test_foreign_tensor_in_the_network_is_kept_alive() -> None:
             return self.inner(inputs + self.shift)
 
     check_replayed(lambda: Learner(Constant()))
+
+
+def test_autograd_of_a_replayed_step_works_in_the_thread_that_asks() -> None:
+    """Its own thread would have to be woken, and Python handed over to it; afterwards all is as it was."""
+    seen: list[bool] = []
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        logits = module.net(batch[0])
+        logits.register_hook(lambda _: seen.append(torch._C._is_multithreading_enabled()))
+        return F.cross_entropy(logits, batch[1])
+
+    trace = check_replayed(lambda: Learner(mlp(), step), strategy=tape(scope="network"))
+
+    assert seen[: len(trace.actions)] == [True] * len(trace.actions), "the native run"
+    assert seen[len(trace.actions) :] == [action != "replay" for action in trace.actions]
+    assert torch._C._is_multithreading_enabled()
