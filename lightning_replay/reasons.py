@@ -6,8 +6,12 @@ A check anywhere in the package returns a `Finding` or None; it never logs, rais
 the strategy for a whole fit) acts on it.
 """
 
+import textwrap
 from dataclasses import dataclass
 from enum import Enum
+
+LONGEST = 400
+"""Characters that a part of a message may have."""
 
 
 class Effect(Enum):
@@ -68,7 +72,7 @@ class Reason(Enum):
     )
     LAST_BATCH = (
         "last_batch",
-        "A shape met only as the last batch of an epoch is not recorded.",
+        "A signature (shapes and plain values) met only as the last batch of an epoch is not recorded.",
         "drop_last=True in the DataLoader if every step should be replayed.",
     )
     AUDIT = (
@@ -425,8 +429,13 @@ def five_parts(what: str, where: str, expected: str, actual: str, cure: str) -> 
     """Formats every message of the package: what happened, where, expected, actual, what to do."""
     lines = [what, f"  where:    {where}"]
     if expected:
-        lines.append(f"  expected: {expected}")
+        lines.append(f"  expected: {_shortened(expected)}")
     if actual:
-        lines.append(f"  actual:   {actual}")
+        lines.append(f"  actual:   {_shortened(actual)}")
     lines.append(f"  to do:    {cure}")
     return "\n".join(lines)
+
+
+def _shortened(text: str) -> str:
+    """Cuts what is too long to be read: a signature with hundreds of strings in it, for example."""
+    return text if len(text) <= LONGEST else textwrap.shorten(text, LONGEST, placeholder=" ...")

@@ -151,17 +151,27 @@ class Maker:
                 actual = f"{len(inspector.trace)} operations"
                 raise CaptureError(Finding(Reason.TOO_SMALL, region.name, f"at least {MIN_OPERATIONS}", actual))
             self._check_sharing(region, call, reference, trainable)
-            sample.before.restore()
-            recording = recorder.record(
-                reference, written, sample.after.drew_since(sample.before), constants(), sample.unnoticed
-            )
-            recording.kept_alive.extend(inspector.foreign)
-            recording.gradients = spread(recording.gradients, trainable, len(parameters))
-            recording.several_uses = frozenset(trainable[i] for i in recording.several_uses)
-            _check_memory(region, parameters, trainable, leaves)
-            verdict = Verdict("off")
-            if self._certify != "off":
-                verdict = self._try_replay(sample, recording, first, lambda: run_native()[1], find_declared, trainable)
+
+            def capture(unnoticed: bool) -> tuple[Recording, Verdict]:
+                sample.before.restore()
+                draws = sample.after.drew_since(sample.before)
+                recording = recorder.record(reference, written, draws, constants(), unnoticed)
+                recording.kept_alive.extend(inspector.foreign)
+                recording.gradients = spread(recording.gradients, trainable, len(parameters))
+                recording.several_uses = frozenset(trainable[i] for i in recording.several_uses)
+                _check_memory(region, parameters, trainable, leaves)
+                if self._certify == "off":
+                    return recording, Verdict("off")
+                return recording, self._try_replay(
+                    sample, recording, first, lambda: run_native()[1], find_declared, trainable
+                )
+
+            try:
+                recording, verdict = capture(sample.unnoticed)
+            except CaptureError as error:
+                if not sample.unnoticed or error.finding.reason is not Reason.MISMATCH:
+                    raise
+                recording, verdict = capture(False)  # only so does a capture hold what is launched without torch
         with _keeping([buffer for buffer in region.buffers.buffers if buffer is not None]):
             publication = Publication(self._backend, recording.pool, region.buffers, recording.gradients)
         stats = RecordingStats(region.name, sample.signature, 0.0, recording.pool.bytes(), verdict.equal)
