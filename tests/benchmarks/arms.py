@@ -90,6 +90,7 @@ FULL_ITERATION = "full_iteration"
 """The one arm without a Trainer: tests.benchmarks.full_iteration."""
 NAMES = (*ARMS, FULL_ITERATION)
 USUAL_ARMS = ("native", "replay", "graphed_callables")
+NETWORK_ARMS = frozenset({"graphed_callables", "compile_default", "compile_reduce_overhead", "compile_cudagraphs"})
 UNCLIPPED_ARMS = frozenset({"replay_no_clip"})
 NORM_ARMS = frozenset({"replay", "replay_step", "replay_cloned", "norm_only"})
 

@@ -17,10 +17,11 @@ native replay`` tries the harness; its figures mean nothing.
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from tests.benchmarks import worker
-from tests.benchmarks.arms import FULL_ITERATION, NAMES, NORM_ARMS, USUAL_ARMS
+from tests.benchmarks.arms import FULL_ITERATION, NAMES, NETWORK_ARMS, NORM_ARMS, USUAL_ARMS
 from tests.benchmarks.processes import run_worker
 from tests.benchmarks.receipt import command_line, receipt, write
 from tests.benchmarks.workloads import WORKLOADS
@@ -58,7 +59,7 @@ def main() -> int:
         for arm in options.arms if repeat % 2 == 0 else options.arms[::-1]:
             runs += _process(options, arm, repeat)
             # Written after every process: a run that is cut short leaves what it has measured.
-            complete = len(runs) == options.repeats * len(options.arms) * len(options.models)
+            complete = len(runs) == options.repeats * sum(len(_models(arm, options.models)) for arm in options.arms)
             write(options.out, _receipt(options, runs, complete))
     summary = summarise(runs)
     print(table(summary))
@@ -134,10 +135,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _models(arm: str, models: Sequence[str]) -> list[str]:
+    """Returns the workloads of an arm: without a network there is none to compile or to wrap."""
+    return [model for model in models if model != "empty" or arm not in NETWORK_ARMS]
+
+
 def _process(options: argparse.Namespace, arm: str, repeat: int) -> list[dict[str, Any]]:
-    """Runs one arm over all workloads in a process of its own."""
+    """Runs one arm over all its workloads in a process of its own."""
     names = ("steps", "skip", "window", "precision", "clip", "update", "log", "seed", "device", "backend")
-    measured = run_worker(arm, options.models, {name: getattr(options, name) for name in names})
+    measured = run_worker(arm, _models(arm, options.models), {name: getattr(options, name) for name in names})
     print(f"repeat {repeat}, {arm}: {measured[0]['process_seconds']:.1f} s", flush=True)
     return [{**run, "repeat": repeat} for run in measured]
 
