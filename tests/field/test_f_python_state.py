@@ -259,11 +259,11 @@ def test_f19_a_network_does_not_find_out_that_it_is_captured(field: Field) -> No
 
 
 class Checkpointing(nn.Module):
-    """Saves and sets the generators around a computation that draws nothing."""
+    """Saves the generators before a computation, and sets them when it is run again."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(FEATURES, 8), nn.GELU(), nn.Linear(8, CLASSES))
+        self.first = nn.Sequential(nn.Linear(FEATURES, 8), nn.GELU(), nn.Dropout(dropout), nn.Linear(8, CLASSES))
         self.last = nn.Linear(CLASSES, CLASSES)
         self.drop = nn.Dropout(0.2)
 
@@ -272,7 +272,11 @@ class Checkpointing(nn.Module):
 
 
 def test_f19_generators_set_where_nothing_is_drawn(field: Field) -> None:
-    field.replayed(lambda: Learner(Checkpointing()))
+    field.replayed(lambda: Learner(Checkpointing(dropout=0.0)))
+
+
+def test_f19_generators_set_where_something_is_drawn(field: Field) -> None:
+    field.native(lambda: Learner(Checkpointing(dropout=0.2)), Reason.HOST_RANDOM)
 
 
 class Decoder(nn.Module):

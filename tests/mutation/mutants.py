@@ -10,10 +10,11 @@ from unittest.mock import patch
 
 import torch
 
-from lightning_replay import inspection
+from lightning_replay import dispatch, inspection
 from lightning_replay.certification import Verdict
 from lightning_replay.dispatch import Slot
 from lightning_replay.engine import modes, snapshot
+from lightning_replay.engine import reads as numbers
 from lightning_replay.engine.recording import Recording
 from lightning_replay.gradients import GradientBuffers, Publication
 from lightning_replay.guards import module, reads, signature
@@ -258,6 +259,22 @@ MUTANTS: dict[str, Mutant] = {
     "observation: host tensors that were there before": Mutant(
         off(Inspector, "_check_host", lambda *_: None),
         tests=("tests/engine/test_host.py::test_what_was_there_before_may_change",),
+    ),
+    "numbers read from the device: before a replay": Mutant(
+        off(numbers.Reads, "difference", lambda self, inputs: None),
+        tests=("tests/field/test_f_python_state.py::test_f19_a_batch_without_padding_among_others_is_native",),
+    ),
+    "numbers read from the device: where they come from": Mutant(
+        off(numbers, "written_tensors", lambda *_: []),
+        tests=("tests/engine/test_reads.py::test_a_number_of_unknown_origin_is_refused",),
+    ),
+    "states of generators set in Python": Mutant(
+        off(Inspector, "_check_generator", lambda self: None),
+        tests=("tests/field/test_f_python_state.py::test_f19_generators_set_where_something_is_drawn",),
+    ),
+    "RNNs that draw from cuDNN": Mutant(
+        off(dispatch, "find_hidden_state", lambda *_: None),
+        tests=("tests/guards/test_module_state.py::test_hidden_state_anywhere_makes_every_call_native_for_good",),
     ),
     "certification: what torch declares nondeterministic": Mutant(
         off(making, "nondeterminism_alerts", lambda: nullcontext(["everything"])),
