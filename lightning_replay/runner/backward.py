@@ -165,6 +165,7 @@ class BackwardPass:
             NotReplayedError: If a recording holds a sum that other parts belong into.
         """
         replayed: Counter[int] = Counter()
+        possible: Counter[int] = Counter()  # a call that is differentiated anew may reach parameters it did not reach
         fragile: dict[int, Region] = {}  # where a recording has already added or cast what others should have joined
         native: dict[int, list[tuple[Any, int, Parameter]]] = {}
         pending = [loss.grad_fn] if loss.grad_fn is not None else []
@@ -179,12 +180,10 @@ class BackwardPass:
                 cached = recording.call.modes.autocast_caches_weights
                 positions = publication.positions if cached else recording.several_uses
                 fragile |= {id(publication.buffers.parameters[i]): call.region for i in positions}
+                parameters = publication.buffers.parameters
                 hooked = set(map(id, call.hooked))
-                replayed.update(
-                    key
-                    for key in (id(publication.buffers.parameters[i]) for i in publication.positions)
-                    if key not in hooked
-                )
+                replayed.update({id(parameters[i]) for i in publication.positions} - hooked)
+                possible.update({id(p) for p in parameters if p.requires_grad} - hooked)
             for index, (following, _) in enumerate(node.next_functions):
                 if following is None:
                     continue
@@ -201,7 +200,7 @@ class BackwardPass:
                 raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, region.name, "one use of it", actual))
         mixed = [
             key
-            for key, count in replayed.items()
+            for key, count in possible.items()
             if key in native and (count + len(native[key]) > 2 or native[key][0][2].grad is not None)
         ]
         places: dict[Any, dict[int, Parameter]] = {}

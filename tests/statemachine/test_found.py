@@ -222,3 +222,21 @@ def test_a_weight_used_upstream_of_the_replayed_network(window: int) -> None:
     trace = check_replayed(Before, actions=script(12), steps=12, accumulate_grad_batches=window)
 
     assert len(trace.report.recordings) == 1
+
+
+def test_a_parameter_that_only_a_recomputed_call_reaches_and_that_is_used_outside() -> None:
+    """The recording knows of no gradient for it; its parts join the native ones in their order all the same."""
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        losses = []
+        for scale in (1.0, 0.5, 2.0):
+            logits, hidden = module.net(batch[0] * scale)
+            loss = hidden.square().mean() + 0.1 * module.net.head.weight.square().sum()
+            losses.append(loss + F.cross_entropy(logits, batch[1]) if batch_idx >= 5 else loss)
+        return torch.stack(losses).sum()
+
+    _, replay = run_both(lambda: Learner(Inner(), step), steps=8)
+
+    assert replay.trace is not None
+    assert "replay" in replay.trace.actions[:5]
+    assert replay.trace.report.reasons[Reason.COTANGENTS] > 0
