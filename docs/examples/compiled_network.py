@@ -16,7 +16,7 @@ from lightning_replay import ReplayReport, ReplayStrategy
 class Regression(LightningModule):
     def __init__(self, compiler: str) -> None:
         super().__init__()
-        net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+        net = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(), nn.Linear(32, 1))
         # The network, not the LightningModule, and no mode that makes CUDA graphs of its own.
         self.net = torch.compile(net, backend=compiler)
 

@@ -181,7 +181,7 @@ def test_a_change_inside_a_compiled_network_is_seen() -> None:
 
         def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 8:
-                module.net._orig_mod[1].approximate = "tanh"
+                module.net._orig_mod[1].negative_slope = 0.5
 
         def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
             self.losses.append(outputs["loss"].clone())
