@@ -126,7 +126,7 @@ class Reads:
         """
         if not self.checked:
             return None
-        results: dict[int, list[Any]] = {}
+        results: dict[int, list[Tensor]] = {}
 
         def value(leaf: Any) -> Any:
             if isinstance(leaf, Argument):
@@ -136,7 +136,7 @@ class Reads:
         with without_autocast():
             for operation in self.operations:
                 args, kwargs = tree_map(value, (operation.args, operation.kwargs))
-                results[operation.number] = tree_leaves(operation.func(*args, **kwargs))
+                results[operation.number] = _tensors(operation.func(*args, **kwargs))
             for origin, answer in self.checked:
                 if (now := read(value(origin))) != answer:
                     return answer, now
@@ -161,8 +161,7 @@ class Origins:
     def note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Adds an operation."""
         self._written.update(_memory(tensor) for tensor in written_tensors(func, args, kwargs) if is_plain(tensor))
-        given_tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        given_tensors, results = _tensors((args, kwargs)), _tensors(result)
         if not all(map(is_plain, results)):
             return
         if not func._schema.is_mutable:  # new memory, which may have been another tensor's
@@ -190,6 +189,10 @@ class Origins:
         if (argument := self._inputs.get(_place(tensor))) is not None:
             return argument
         return tensor.detach() if _memory(tensor) in self._buffers else None
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _memory(tensor: Tensor) -> int:
