@@ -241,6 +241,11 @@ class Dispatcher:
         self.audit_requested: set[Region] = set()
         self.hidden_state: Finding | None = None
 
+    def observe_again(self, slot: Slot, key: Hashable) -> None:
+        """Has the operations of a signature written down anew at its next call, before it is recorded."""
+        slot.sightings[key] = self._warmup_steps - 1
+        slot.attempts.pop(key, None)
+
     def look_for_hidden_state(self, networks: Iterable[tuple[str, RNNBase]]) -> None:
         """Makes every call native for good if an RNN has state that a recording would disturb."""
         self.hidden_state = self.hidden_state or find_hidden_state(networks, self._device)

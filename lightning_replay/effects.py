@@ -33,7 +33,7 @@ _FILES = frozenset({torch.save.__code__, torch.load.__code__})
 _TODAY = frozenset({"now", "utcnow", "today"})
 _STREAM = frozenset({"write", "writelines", "read", "readline", "readlines"})
 _IS_CAPTURING = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-_STATE = frozenset({"get_state", "set_state"})
+_SETTING = frozenset({"seed", "setstate", "manual_seed", "set_state", "set_offset", "graphsafe_set_state"})
 _NUMBERS = frozenset({"numpy", "tolist"})
 _TRUSTED = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_replay", "numpy"})
 """Libraries whose own clocks and messages change nothing that a step computes."""
@@ -46,7 +46,7 @@ class EffectWatch:
         finding: The first effect.
         random_line: Where Python's random numbers were first drawn.
         blind: A profiler had the place of the watch.
-        asks: The code asked whether it is being captured, or read or set a generator's state, which a capture forbids.
+        asks: The code asked whether it is being captured, or for a generator's state, which a capture forbids.
 
     Args:
         device: The device of the recordings. On another device than the CPU a tensor cannot be read as numbers without
@@ -81,9 +81,13 @@ class EffectWatch:
         if event != "c_call":
             return
         owner = getattr(function, "__self__", None)
-        if function is _IS_CAPTURING or (isinstance(owner, torch.Generator) and function.__name__ in _STATE):
+        if function is _IS_CAPTURING or (isinstance(owner, torch.Generator) and function.__name__ == "get_state"):
             self.asks = True
-        if isinstance(owner, random.Random):
+        if isinstance(owner, (random.Random, torch.Generator)) and function.__name__ in _SETTING:
+            actual = f"{function.__name__}() in each call"
+            where = user_line(frame) or function.__name__
+            self.finding = Finding(Reason.HOST_RANDOM, where, "generators that are not set", actual)
+        elif isinstance(owner, random.Random):
             self.random_line = self.random_line or user_line(frame)
         elif isinstance(owner, Tensor):
             if self._reads_numbers and function.__name__ in _NUMBERS and (line := user_line(frame)) is not None:

@@ -134,6 +134,7 @@ class Inspector(Tracer):
         inputs: The region's arguments; writing one is a finding.
         parameters: The region's parameters; writing one is a finding.
         buffers: The region's buffers.
+        unwritten: Those of them that the region leaves as they are.
         random_state: Reads the state of the device's default generator, which nothing but operations may move.
     """
 
@@ -145,10 +146,11 @@ class Inspector(Tracer):
         inputs: Iterable[Tensor],
         parameters: Iterable[Tensor],
         buffers: Iterable[Tensor],
+        unwritten: Iterable[Tensor],
         random_state: Callable[[], Tensor],
     ) -> None:
         inputs, buffers = list(inputs), list(buffers)
-        super().__init__(name, expected, device, inputs, buffers)
+        super().__init__(name, expected, device, inputs, unwritten)
         self._random_state = random_state
         self._random = random_state()
         self._inputs = {_address(tensor) for tensor in inputs if tensor.numel()}

@@ -6,8 +6,8 @@ A graph cannot branch. But where Python looks at a number that is made from the 
 the few operations that made it can be run again before a replay: if they give the number of the recording, Python
 would take the recorded way. The host waits for the device then, as it does natively.
 
-Only integers and booleans, made from others and from arguments and buffers of any kind: what is computed in floating
-point is hardly the same twice.
+Only integers and booleans, made from others and from arguments and buffers of any kind, or views of these: what is
+computed in floating point is hardly the same twice.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,43 +88,51 @@ class Operation:
                 yield leaf.operation
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A number that may change: its origin, and what it was."""
+
+    origin: Origin
+    answer: Any
+
+
 @dataclass
 class Reads:
     """The numbers that a recorded forward pass read.
 
     Attributes:
         answers: The numbers, in order.
-        checked: Those that may change, with their origins.
-        operations: What makes these, in order.
+        program: The checks of those that may change, each behind the operations that it needs. None of them is run
+            before an earlier number has turned out to be as recorded: it may have guarded what follows.
     """
 
     answers: list[Any] = field(default_factory=list)
-    checked: list[tuple[Origin, Any]] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
+    program: list[Operation | Check] = field(default_factory=list)
 
     def add(self, origin: Origin, answer: Any) -> None:
         """Adds a number."""
         self.answers.append(answer)
         if isinstance(origin, Made) and not origin.operation.varies:
             return
-        self.checked.append((origin, answer))
         waiting = [origin.operation] if isinstance(origin, Made) else []
-        needed = {operation.number: operation for operation in self.operations}
+        there = {step.number for step in self.program if isinstance(step, Operation)}
+        needed: dict[int, Operation] = {}
         while waiting:
             operation = waiting.pop()
-            if operation.number not in needed:
+            if operation.number not in there and operation.number not in needed:
                 needed[operation.number] = operation
                 waiting.extend(operation.needs())
-        self.operations = [needed[number] for number in sorted(needed)]
+        self.program += [needed[number] for number in sorted(needed)]
+        self.program.append(Check(origin, answer))
 
     @torch.no_grad()
     def difference(self, inputs: Sequence[Tensor]) -> tuple[Any, Any] | None:
         """Reads the numbers again, for other arguments.
 
         Returns:
-            The first recorded number that is another one now, and that one.
+            The first recorded number that is another one now, and that one, or the error on the way to it.
         """
-        if not self.checked:
+        if not self.program:
             return None
         results: dict[int, list[Tensor]] = {}
 
@@ -134,12 +142,16 @@ class Reads:
             return results[leaf.operation.number][leaf.position] if isinstance(leaf, Made) else leaf
 
         with without_autocast():
-            for operation in self.operations:
-                args, kwargs = tree_map(value, (operation.args, operation.kwargs))
-                results[operation.number] = _tensors(operation.func(*args, **kwargs))
-            for origin, answer in self.checked:
-                if (now := read(value(origin))) != answer:
-                    return answer, now
+            for step in self.program:
+                if isinstance(step, Check):
+                    if (now := read(value(step.origin))) != step.answer:
+                        return step.answer, now
+                    continue
+                args, kwargs = tree_map(value, (step.args, step.kwargs))
+                try:
+                    results[step.number] = _tensors(step.func(*args, **kwargs))
+                except Exception as error:  # as native will raise it
+                    return "no error", f"{type(error).__name__}: {error}"
         return None
 
 
@@ -148,13 +160,14 @@ class Origins:
 
     Args:
         inputs: The region's arguments.
-        buffers: The region's buffers.
+        buffers: The region's buffers, without those that it writes: not every operation says what it writes.
     """
 
     def __init__(self, inputs: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
         self._inputs = {_place(tensor): Argument(i) for i, tensor in enumerate(inputs) if is_plain(tensor)}
         self._buffers = {_memory(tensor) for tensor in buffers if is_plain(tensor)}
-        self._made: dict[int, tuple[Tensor, Made]] = {}  # the tensors are kept so that their ids stay unique
+        # The tensors are kept so that their ids stay unique; one that has been given other memory is another one.
+        self._made: dict[int, tuple[Tensor, tuple[Any, ...], Made]] = {}
         self._written: set[int] = set()
         self._number = 0
 
@@ -162,11 +175,15 @@ class Origins:
         """Adds an operation."""
         self._written.update(_memory(tensor) for tensor in written_tensors(func, args, kwargs) if is_plain(tensor))
         given_tensors, results = _tensors((args, kwargs)), _tensors(result)
-        if not all(map(is_plain, results)):
+        if not results or not all(map(is_plain, results)):
             return
+        plain = [tensor for tensor in given_tensors if is_plain(tensor)]
+        views = [shares_memory(leaf, plain) for leaf in results]
         if not func._schema.is_mutable:  # new memory, which may have been another tensor's
-            self._written.difference_update(_memory(leaf) for leaf in results if not shares_memory(leaf, given_tensors))
-        if not results or not all(map(_is_exact, results)):
+            self._written.difference_update(
+                _memory(leaf) for leaf, view in zip(results, views, strict=True) if not view
+            )
+        if not all(view or _is_exact(leaf) for leaf, view in zip(results, views, strict=True)):
             return
         if func._schema.is_mutable or is_allocation(func) or torch.Tag.nondeterministic_seeded in func.tags:
             return
@@ -178,14 +195,15 @@ class Origins:
         self._number += 1
         operation = Operation(self._number, func, origin_args, origin_kwargs, varies)
         for position, leaf in enumerate(results):
-            self._made[id(leaf)] = (leaf, Made(operation, position))
+            self._made[id(leaf)] = (leaf, _place(leaf), Made(operation, position))
 
     def of(self, tensor: Tensor) -> Origin | None:
         """Returns where a tensor comes from; None if that is not known, or it has been written since."""
         if not is_plain(tensor) or _memory(tensor) in self._written:
             return None
         if (made := self._made.get(id(tensor))) is not None:
-            return made[1]
+            _, place, origin = made
+            return origin if _place(tensor) == place else None
         if (argument := self._inputs.get(_place(tensor))) is not None:
             return argument
         return tensor.detach() if _memory(tensor) in self._buffers else None

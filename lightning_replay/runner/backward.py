@@ -34,7 +34,7 @@ class BackwardPass:
     Attributes:
         running: Autograd is at work on a loss of Lightning's.
         must_check_inputs: A replayed call of this step uses a trainable argument several times.
-        observed: Sequence numbers of the autograd nodes of each observed native call of this step.
+        native_calls: Sequence numbers of the autograd nodes of each native call of a region in this step.
         published: Passes whose gradients were published into stable buffers.
         added: Passes in which gradients were added to live ones.
         copied: Passes in which gradients needed memory of their own.
@@ -52,7 +52,7 @@ class BackwardPass:
         self._arrived: list[PendingCall | NativePart] = []
         self.running = False
         self.must_check_inputs = False
-        self.observed: list[range] = []
+        self.native_calls: list[range] = []
         self.published = 0
         self.added = 0
         self.copied = 0
@@ -60,7 +60,7 @@ class BackwardPass:
     def forget(self) -> None:
         """Drops what a step without a backward left behind."""
         self._arrived.clear()
-        self.observed.clear()
+        self.native_calls.clear()
         self.must_check_inputs = False
 
     @contextlib.contextmanager
@@ -75,30 +75,22 @@ class BackwardPass:
         outside = self._outside_uses(loss)
         if self.must_check_inputs:
             self._check_inputs(loss)
-        # A parameter gets native gradients only where the walk met it, or below an observed call.
-        hooks = self._collect_native_parts(loss) if outside or self.observed else []
-        before = {p: p.grad for p in outside}
-        for parameter in before:
-            parameter.grad = None
+        # A parameter gets native gradients only where the walk met it, or below a native call.
+        hooks = self._collect_native_parts(loss) if outside or self.native_calls else []
+        shared = frozenset(outside)
         self.running = True
         try:
             with torch.autograd.set_multithreading_enabled(False) if replays else contextlib.nullcontext():
                 yield
-            self._settle(before)
+            self._settle(shared)
         except Exception:  # what has been differentiated until then has its gradients, as in native
             with contextlib.suppress(NotReplayedError):
-                self._settle(before)
+                self._settle(shared)
             raise
         finally:
             self.running = False
             for hook in hooks:
                 hook.remove()
-            for parameter, gradient in before.items():
-                if gradient is not None and parameter.grad is not gradient:
-                    if parameter.grad is not None:
-                        with torch.no_grad():
-                            gradient.add_(parameter.grad)
-                    parameter.grad = gradient
             self._arrived.clear()
         self.forget()
 
@@ -114,7 +106,7 @@ class BackwardPass:
         Returns:
             The parameters that replayed calls and operations outside of them share.
         """
-        inside = set().union(*self.observed)
+        inside = set().union(*self.native_calls)
         shared: list[Parameter] = []
         replayed: set[int] = set()
         for node, (following, _) in edges(loss):
@@ -312,8 +304,12 @@ class BackwardPass:
         self.published += 1
         return True
 
-    def _settle(self, shared: dict[Parameter, Tensor | None]) -> None:
-        """Hands the gradients of all calls of the step over to the parameters."""
+    def _settle(self, shared: frozenset[Parameter]) -> None:
+        """Hands the gradients of all calls of the step over to the parameters.
+
+        Args:
+            shared: Parameters that operations outside of the calls use too.
+        """
         arrived, self._arrived = self._arrived, []
         if not arrived:
             return

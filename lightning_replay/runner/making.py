@@ -108,6 +108,7 @@ class Maker:
                 call.inputs,
                 parameters,
                 watched,
+                [buffer for name, buffer in region.state.buffers.items() if name not in written],
                 self._backend.random_state,
             )
             inspects = not is_compiled(region.module)

@@ -328,11 +328,24 @@ class Runner:
         return self._observe(region, decision, args, kwargs)
 
     def _run_natively(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._noting_nodes():
+            return self._run(region, args, kwargs)
+
+    def _run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._inside = region
         try:
             return region.run(*args, **kwargs)
         finally:
             self._inside = None
+
+    @contextlib.contextmanager
+    def _noting_nodes(self) -> Iterator[None]:
+        """Surrounds a native call, outside of what watches it, and notes which autograd nodes are the call's own."""
+        first = sequence_number()
+        try:
+            yield
+        finally:
+            self._backward.native_calls.append(range(first, sequence_number()))
 
     def refuse(self, region: Region, finding: Finding) -> None:
         """Makes a region native for good; from the next step on its parts are looked at instead."""
@@ -349,10 +362,11 @@ class Runner:
         self._dispatcher.audit_requested.discard(region)
         watch = AttributeWatch(region.members, region.module, region.ignored, region.entry)
         with (
+            self._noting_nodes(),
             self._tracer(region, engaged.trace, decision.arguments) as tracer,
             EffectWatch(self._backend.device) as effects,
         ):
-            result = self._run_natively(region, args, kwargs)
+            result = self._run(region, args, kwargs)
         tracer.end_forward()
         difference = watch.difference() or tracer.difference or effects.finding
         step = self._dispatcher.step
@@ -397,13 +411,13 @@ class Runner:
         watched = decision.trace or recording
         traced = watched and not is_compiled(region.module)
         expected = decision.slot.traces.get(decision.key) if recording else None
-        first_number = sequence_number()
         with (
+            self._noting_nodes(),
             self._tracer(region, expected, decision.arguments) if traced else contextlib.nullcontext() as tracer,
             EffectWatch(self._backend.device, active=watched) as effects,
         ):
-            result = self._run_natively(region, args, kwargs)
-        numbers = range(first_number, sequence_number())
+            result = self._run(region, args, kwargs)
+        numbers = self._backward.native_calls[-1]
         if region.refusal is not None:  # its own code did something that refuses it, such as logging
             return result
         finding = None
@@ -477,7 +491,6 @@ class Runner:
                 unnoticed=effects.asks,
             )
             self._samples.append(sample)
-        self._backward.observed.append(numbers)
         for position, output in enumerate(outputs):
             if output.requires_grad:
                 output.register_hook(self._observer(region, sample, position))
@@ -490,7 +503,7 @@ class Runner:
         if finding.reason is not Reason.HOST_READ or slot.unsettled[key] >= MAX_UNSETTLED:
             return False
         slot.unsettled[key] += 1
-        slot.attempts.pop(key, None)
+        self._dispatcher.observe_again(slot, key)
         self._step[decision.action] -= 1
         self._step[Action.OBSERVE] += 1
         return True

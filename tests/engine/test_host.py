@@ -34,7 +34,7 @@ def inspect(run: Run, device: torch.device = META, seen: bool = True) -> Inspect
     given = torch.zeros(2, 3, device=device)
     with Tracer("net", None, torch.device("cpu"), [], []) as tracer:
         run(given)
-    inspector = Inspector("net", tracer.trace if seen else None, device, [], [], [], lambda: torch.zeros(1))
+    inspector = Inspector("net", tracer.trace if seen else None, device, [], [], [], [], lambda: torch.zeros(1))
     with inspector:
         run(given)
     inspector.end_forward()

@@ -3,6 +3,7 @@
 
 """F. Python state, control flow, signatures and host data that a recording would freeze."""
 
+import random
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -196,7 +197,7 @@ def test_f19_a_batch_without_padding_among_others_is_native(field: Field) -> Non
 def test_f19_a_batch_without_padding_at_first_only_delays_the_recording(field: Field) -> None:
     trace = fit_masked(field, *[PADDED] * (WARM_UP - 1), FULL, *[PADDED] * 8)
 
-    assert trace.actions[WARM_UP:] == ["native", "record", *["replay"] * 6]
+    assert trace.actions[WARM_UP:] == ["native", "native", "record", *["replay"] * 5]
     assert trace.report.reasons[Reason.HOST_READ] == 1
 
 
@@ -207,6 +208,37 @@ def test_f19_a_recording_that_is_not_met_again_is_made_anew(field: Field) -> Non
     assert trace.actions[6 : 6 + MAX_MISSES] == ["native"] * MAX_MISSES
     assert trace.actions[6 + MAX_MISSES :] == script(14 - MAX_MISSES)
     assert len(trace.report.recordings) == 2
+
+
+class ChecksItsNorm(nn.Module):
+    """Looks at statistics that the norm has just updated, which no schema says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.net = nn.BatchNorm1d(FEATURES, momentum=0.9), mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(inputs * 4)
+        return self.net(hidden * 2 if (self.norm.running_mean > 0.5).any() else hidden)
+
+
+def test_f19_a_read_of_what_the_forward_pass_has_written_is_native(field: Field) -> None:
+    field.native(lambda: Learner(ChecksItsNorm()), Reason.HOST_SYNC, lambda: loader(batches(count=9), 9), steps=9)
+
+
+@pytest.mark.parametrize("skipped", [1, 2, 3])
+def test_f19_a_step_without_a_loss_for_an_unusual_batch(field: Field, skipped: int) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor | None:
+        if torch.isnan(batch[0]).any():
+            return None
+        return F.cross_entropy(module.net(batch[0]), batch[1])
+
+    data = batches(count=12)
+    data[skipped][0][0, 0] = torch.nan
+    trace = field.both(lambda: Learner(mlp(), step), lambda: loader(data, 12), steps=12)
+
+    assert trace.actions[-3:] == ["replay"] * 3
+    assert Reason.RESULT not in trace.report.reasons
 
 
 class ChecksItsInput(nn.Module):
@@ -273,6 +305,27 @@ class Checkpointing(nn.Module):
 
 def test_f19_generators_set_where_nothing_is_drawn(field: Field) -> None:
     field.replayed(lambda: Learner(Checkpointing(dropout=0.0)))
+
+
+@pytest.mark.parametrize("seed", [torch.manual_seed, random.seed])
+def test_f19_a_generator_seeded_in_the_step(field: Field, seed: Any) -> None:
+    """Nothing is drawn in the step, but what comes after it begins anew each time."""
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        seed(5)
+        return F.cross_entropy(module.net(batch[0]), batch[1])
+
+    class Seeded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.GELU(), nn.Linear(8, CLASSES))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            seed(5)
+            return self.net(inputs)
+
+    field.native(lambda: Learner(Seeded()), Reason.HOST_RANDOM)
+    field.both(lambda: Learner(mlp(dropout=0.0), step))
 
 
 def test_f19_generators_set_where_something_is_drawn(field: Field) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_replay import Reason
 from tests.helpers.bits import assert_same
-from tests.parity.harness import CLASSES, FEATURES, Learner, batches, check_replayed, mlp, run_both, script
+from tests.parity.harness import CLASSES, FEATURES, Learner, batches, check_replayed, loader, mlp, run_both, script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -240,3 +240,42 @@ def test_a_parameter_that_only_a_recomputed_call_reaches_and_that_is_used_outsid
     assert replay.trace is not None
     assert "replay" in replay.trace.actions[:5]
     assert replay.trace.report.reasons[Reason.COTANGENTS] > 0
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_hook_that_sees_the_gradient_of_a_weight_used_upstream(window: int) -> None:
+    """The live gradient stays in its place while autograd works."""
+
+    class Hooked(Before):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = self.net[0].weight
+            self.seen: list[Tensor] = []
+            weight.register_post_accumulate_grad_hook(lambda p: self.seen.append(p.grad.clone()))
+
+    native, replay = run_both(Hooked, steps=12, accumulate_grad_batches=window)
+
+    assert replay.trace is not None
+    assert "replay" in replay.trace.actions
+    assert_same(native.modules[0].seen, replay.modules[0].seen, "seen")
+
+
+def test_native_calls_in_between_are_no_uses_outside() -> None:
+    """A network with a weight that it uses twice is recorded for another shape after an audit."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.net = nn.Linear(FEATURES, FEATURES), mlp()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.net(self.shared(torch.tanh(self.shared(inputs))))
+
+    trace = check_replayed(
+        lambda: Learner(Tied(), events={6: lambda module: getattr(module.trainer.strategy, "audit", int)()}),
+        lambda: loader([*batches(count=8), *batches(size=3, count=8)], 16),
+        actions=[*script(7), "native", *script(8)],
+        steps=16,
+    )
+
+    assert Reason.SHARED_PARAMETER not in trace.report.reasons
