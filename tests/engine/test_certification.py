@@ -73,6 +73,20 @@ def test_native_that_repeats_itself_proves_nothing_where_an_operation_declares()
     judge = Judge(1.0, declared=["some_backward"])
 
     assert judge(1.0 + 1e-6) == Verdict("nondeterministic", operations=("some_backward",))
+    assert judge.runs == 3, "the reference, the one that names operations, and one to compare with"
+
+
+def test_native_that_repeats_itself_for_long_is_tried_again() -> None:
+    judge = Judge(1.0, *[1.0] * 6, 1.5)
+
+    assert judge(1.4) == Verdict("nondeterministic")
+    assert judge.runs == MAX_NATIVE_RUNS - 1
+
+
+def test_native_that_always_repeats_itself_is_not_asked_for_ever() -> None:
+    judge = Judge(1.0)
+
+    assert not judge(1.4).equal
     assert judge.runs == MAX_NATIVE_RUNS
 
 
@@ -184,7 +198,7 @@ def test_declared_nondeterminism_is_replayed_and_reported() -> None:
     assert report.steps_replayed == STEPS - WARM_UP - 1
     assert recording.certified == "nondeterministic"
     assert recording.nondeterministic == ("put_",)
-    assert recording.native_runs == MAX_NATIVE_RUNS
+    assert recording.native_runs == 3
     assert "net: exact up to native nondeterminism (put_)" in str(report)
     assert report.as_dict()["recordings"][0]["nondeterministic"] == ("put_",)
 
