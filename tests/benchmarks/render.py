@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Renders the receipts in docs/evidence: a page beside them, and the figures in README.md. No figure is typed by hand.
+"""Renders the receipts in docs/evidence: a page beside them, and figures of other pages. No figure is typed by hand.
 
-python -m tests.benchmarks.render            writes both
+python -m tests.benchmarks.render            writes them all
 python -m tests.benchmarks.render --check    fails if one of them is not what the receipts say
 """
 
@@ -17,6 +17,7 @@ from tests.benchmarks.receipt import ROOT, SCHEMA
 
 EVIDENCE = ROOT / "docs" / "evidence"
 README = ROOT / "README.md"
+HOW_IT_WORKS = ROOT / "docs" / "how-it-works.md"
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 
 _HEAD = """# Evidence
@@ -43,9 +44,13 @@ def main() -> int:
     return 1 if stale else 0
 
 
-def rendered(folder: Path = EVIDENCE, path: Path = README) -> dict[Path, str]:
-    """Returns what the receipts make of the page of evidence and of the README."""
-    return {folder / "README.md": render(folder), path: readme(path, folder)}
+def rendered(folder: Path = EVIDENCE, path: Path = README, explained: Path = HOW_IT_WORKS) -> dict[Path, str]:
+    """Returns what the receipts make of the page of evidence, of the README and of the explanation."""
+    return {
+        folder / "README.md": render(folder),
+        path: readme(path, folder),
+        explained: with_section(explained, host_time(folder)),
+    }
 
 
 def publish(pages: dict[Path, str]) -> None:
@@ -61,25 +66,45 @@ def readme(path: Path = README, folder: Path = EVIDENCE) -> str:
     Raises:
         ValueError: if the README does not have both markers once, in order.
     """
+    return with_section(path, figures(folder))
+
+
+def with_section(path: Path, section: str) -> str:
+    """Returns a page with other text between its two markers.
+
+    Raises:
+        ValueError: if it does not have both markers once, in order.
+    """
     text = path.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
         raise ValueError(f"{path.name}: expected {BEGIN} and {END}, once each and in this order")
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{figures(folder)}\n{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n{section}\n{END}{rest.split(END)[1]}"
+
+
+def host_time(folder: Path = EVIDENCE) -> str:
+    """Returns the explanation's table of the host's time."""
+    found = [content for _, content in receipts(folder) if content["name"] == "host_time"]
+    return f"{summary(found[0])}\n\n{_provenance(found[0])}" if found else "No figures are published yet."
 
 
 def figures(folder: Path = EVIDENCE) -> str:
-    """Returns the README's section of figures: the newest complete receipt of step times, measured on a GPU."""
+    """Returns the README's section of figures: the newest complete receipt with the default arm, measured on a GPU."""
     measured = [
         (content["written"], path.name, content)
         for path, content in receipts(folder)
-        if content["name"] == "step_time" and content["complete"] and content["device"]["gpu"]
+        if content["name"] == "step_time" and content["complete"] and content["device"]["gpu"] and _has_default(content)
     ]
     if not measured:
         return "No figures are published yet."
     _, name, content = max(measured, key=lambda found: found[:2])
     link = f"Receipt with the raw numbers: [{name}](docs/evidence/{name})."
     return f"{step_time(content)}\n\n{_provenance(content)}\n\n{link}"
+
+
+def _has_default(content: dict[str, Any]) -> bool:
+    """Tells whether step times are those of what a user gets without further arguments, among others."""
+    return any("replay" in arms for arms in content["summary"].values())
 
 
 def render(folder: Path = EVIDENCE) -> str:

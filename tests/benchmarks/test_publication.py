@@ -33,12 +33,14 @@ class Published:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evidence, self.readme = folder / "evidence", folder / "page.md"
         self.evidence.mkdir()
-        self.readme.write_text(f"{render.BEGIN}{render.END}", encoding="utf-8")
+        self.explained = folder / "explained.md"
+        for page in (self.readme, self.explained):
+            page.write_text(f"{render.BEGIN}{render.END}", encoding="utf-8")
         self.commands: list[list[str]] = []
         self.fails = ""
         rendered, drawings, publish = render.rendered, plots.drawings, plots.publish
         monkeypatch.setattr(render, "EVIDENCE", self.evidence)
-        monkeypatch.setattr(render, "rendered", lambda: rendered(self.evidence, self.readme))
+        monkeypatch.setattr(render, "rendered", lambda: rendered(self.evidence, self.readme, self.explained))
         monkeypatch.setattr(plots, "drawings", lambda: drawings(self.evidence))
         monkeypatch.setattr(plots, "publish", lambda _, due: publish(self.evidence, due))
         monkeypatch.setattr(benchmarks, "subprocess", SimpleNamespace(run=self._run))
