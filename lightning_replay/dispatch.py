@@ -13,11 +13,12 @@ import torch
 from torch.nn import Module, Parameter, RNNBase
 
 from lightning_replay.engine.backend import Pool
+from lightning_replay.engine.layout import has_memory
 from lightning_replay.engine.modes import Modes, current_modes
 from lightning_replay.engine.reads import Reads
 from lightning_replay.engine.recording import Recording
 from lightning_replay.gradients import GradientBuffers, Publication
-from lightning_replay.guards.module import ModuleState, find_hidden_state, find_hooks, recurrent_networks
+from lightning_replay.guards.module import ModuleState, find_hidden_state, find_hooks, join, recurrent_networks
 from lightning_replay.guards.signature import Arguments, check_input_aliases, check_modes, read_arguments
 from lightning_replay.inspection import Trace
 from lightning_replay.reasons import Effect, Finding, Reason
@@ -357,6 +358,11 @@ class Dispatcher:
         self.look_for_hidden_state(recurrent_networks(region.members, region.module))
         if (finding := self.hidden_state or find_hooks(region.members, region.module)) is not None:
             return finding
+        for path, buffer in region.module.named_buffers():
+            if not has_memory(buffer):
+                actual = f"{type(buffer).__qualname__} of {buffer.layout}"
+                name = join(region.members, path)
+                return Finding(Reason.UNSUPPORTED_TENSOR, name, "a buffer with memory of its own", actual)
         state = ModuleState(region.members, region.module, entry=region.entry, ignored=region.ignored)
         for name, parameter in state.parameters.items():
             if (

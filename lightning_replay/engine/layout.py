@@ -27,6 +27,16 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Tells whether a tensor lies at one address; sparse ones and wrappers of others do not."""
+    try:
+        tensor.data_ptr()
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
 def _dense_strides(size: Sequence[int], stride: Sequence[int]) -> bool:
     expected = 1
     for extent, step in sorted(

@@ -59,7 +59,7 @@ MAX_MISSES = 5
 MAX_UNSETTLED = 5
 """Calls of a signature that read other numbers from the device than the one before, before a region is given up."""
 
-UNREADY = frozenset({Reason.HOOKS, Reason.ARGUMENT})
+UNREADY = frozenset({Reason.HOOKS, Reason.ARGUMENT, Reason.UNSUPPORTED_TENSOR})
 """Reasons for which a call is not even observed, and that may end with the next one."""
 
 SPLITTING = UNREADY | frozenset(
@@ -68,7 +68,6 @@ SPLITTING = UNREADY | frozenset(
         Reason.BUFFER_REBOUND,
         Reason.PARAMETER_WRITTEN,
         Reason.LOG_IN_REGION,
-        Reason.UNSUPPORTED_TENSOR,
         Reason.INPUT_WRITTEN,
         Reason.OUTPUT_ALIAS,
         Reason.RESULT,

@@ -274,6 +274,25 @@ def test_f19_checks_of_the_input_are_made_before_each_replay(field: Field) -> No
     assert str(native.error) == str(replay.error) == "not a number"
 
 
+class Graph(nn.Module):
+    """Multiplies with a sparse matrix, which lies at no single address; the rest of it is a network of its own."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.net = nn.Sequential(mlp(), nn.LayerNorm(CLASSES), nn.GELU(), nn.Linear(CLASSES, CLASSES))
+        self.register_buffer("edges", (torch.eye(5) + torch.eye(5).roll(1, 0)).to_sparse(layout=layout))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.sparse.mm(self.edges, self.net(inputs))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_f21_a_sparse_buffer(field: Field, layout: torch.layout) -> None:
+    trace = field.native(lambda: Learner(Graph(layout)), Reason.UNSUPPORTED_TENSOR, steps=14)
+
+    assert {recording.region for recording in trace.report.recordings if recording.replays} == {"net.net"}
+
+
 class AsksForCaptures(nn.Module):
     """Takes another way while it is captured, as libraries do that know of CUDA graphs."""
 
