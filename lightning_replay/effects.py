@@ -30,6 +30,9 @@ _EFFECTS = frozenset(
     | {time.process_time, time.process_time_ns, time.localtime, time.gmtime, time.strftime, time.sleep}
 )
 _FILES = frozenset({torch.save.__code__, torch.load.__code__})
+_HOOKING = frozenset({Tensor.register_hook.__code__, Tensor.register_post_accumulate_grad_hook.__code__})
+"""A hook may do anything, and a replayed backward pass calls none."""
+
 _TODAY = frozenset({"now", "utcnow", "today"})
 _STREAM = frozenset({"write", "writelines", "read", "readline", "readlines"})
 _IS_CAPTURING = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
@@ -78,6 +81,9 @@ class EffectWatch:
             return
         if event == "call" and frame.f_code in _FILES:
             self.finding = _found(user_line(frame) or frame.f_code.co_name, f"{frame.f_code.co_name}()")
+        if event == "call" and frame.f_code in _HOOKING:
+            actual = f"{frame.f_code.co_name}() in each call"
+            self.finding = Finding(Reason.HOOKS, user_line(frame) or "a tensor", "no hooks on tensors", actual)
         if event != "c_call":
             return
         owner = getattr(function, "__self__", None)

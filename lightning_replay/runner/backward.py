@@ -147,8 +147,8 @@ class BackwardPass:
     def _collect_native_parts(self, loss: Tensor) -> list[Any]:
         """Collects native contributions to parameters that replayed calls contribute to as well, in order of arrival.
 
-        Two parts of a sum may be swapped, three may not, a live gradient included: there the order in which autograd
-        adds them counts.
+        Autograd adds up all parts of a gradient, in the order in which they arrive, before a live gradient or a hook
+        sees anything of them.
 
         Returns:
             Handles of the hooks that collect them.
@@ -157,7 +157,7 @@ class BackwardPass:
             NotReplayedError: If a recording holds a sum that other parts belong into.
         """
         replayed: Counter[int] = Counter()
-        possible: Counter[int] = Counter()  # a call that is differentiated anew may reach parameters it did not reach
+        possible: set[int] = set()  # a call that is differentiated anew may reach parameters it did not reach
         fragile: dict[int, Region] = {}  # where a recording has already added or cast what others should have joined
         native: dict[int, list[tuple[Any, int, Parameter]]] = {}
         pending = [loss.grad_fn] if loss.grad_fn is not None else []
@@ -175,7 +175,7 @@ class BackwardPass:
                 parameters = publication.buffers.parameters
                 hooked = set(map(id, call.hooked))
                 replayed.update({id(parameters[i]) for i in publication.positions} - hooked)
-                possible.update({id(p) for p in parameters if p.requires_grad} - hooked)
+                possible |= {id(p) for p in parameters if p.requires_grad} - hooked
             for index, (following, _) in enumerate(node.next_functions):
                 if following is None:
                     continue
@@ -190,13 +190,8 @@ class BackwardPass:
             if replayed[key] + len(native.get(key, ())) > 1:
                 actual = "a use that was not there when the region was recorded"
                 raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, region.name, "one use of it", actual))
-        mixed = [
-            key
-            for key, count in possible.items()
-            if key in native and (count + len(native[key]) > 2 or native[key][0][2].grad is not None)
-        ]
         places: dict[Any, dict[int, Parameter]] = {}
-        for key in mixed:
+        for key in possible & native.keys():
             for node, index, parameter in native[key]:
                 places.setdefault(node, {})[index] = parameter
         return [node.register_hook(partial(self._take_native_parts, places)) for node, places in places.items()]

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from lightning_replay import Reason
 from tests.helpers.bits import assert_same
-from tests.parity.harness import CLASSES, FEATURES, Learner, batches, check_replayed, loader, mlp, run_both, script
+from tests.parity.harness import (
+    CLASSES,
+    FEATURES,
+    Learner,
+    batches,
+    check_replayed,
+    loader,
+    mlp,
+    run_both,
+    script,
+    tape,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -279,3 +290,51 @@ def test_native_calls_in_between_are_no_uses_outside() -> None:
     )
 
     assert Reason.SHARED_PARAMETER not in trace.report.reasons
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_hook_that_reads_a_gradient_while_parts_of_it_arrive(window: int) -> None:
+    """Natively nothing is accumulated before all parts of a gradient are there."""
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        weight = module.net[0].weight
+
+        def scaled(gradient: Tensor) -> Tensor:
+            return gradient if weight.grad is None else gradient * (1 + weight.grad.abs().mean())
+
+        loss = F.cross_entropy(module.net(batch[0]), batch[1])
+        loss.register_hook(scaled)
+        return loss + weight.square().sum()
+
+    _, replay = run_both(
+        lambda: Learner(mlp(), step), strategy=tape(scope="network"), steps=10, accumulate_grad_batches=window
+    )
+
+    assert replay.trace is not None
+    assert replay.trace.actions == script(10)
+
+
+def test_a_hook_on_a_tensor_inside_of_the_network_is_native() -> None:
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.net = nn.Linear(FEATURES, FEATURES), mlp()
+            self.seen: Any = lambda gradient: None
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.first(inputs)
+            hidden.register_hook(lambda gradient: self.seen(gradient))
+            return self.net(hidden)
+
+    class Seeing(Learner):
+        def __init__(self) -> None:
+            super().__init__(Hooked())
+            self.gradients: list[Tensor] = []
+            self.net.seen = self.gradients.append
+
+    native, replay = run_both(Seeing, steps=8)
+
+    assert_same(native.modules[0].gradients, replay.modules[0].gradients, "gradients")
+    assert len(native.modules[0].gradients) == 8
+    assert replay.trace is not None
+    assert replay.trace.report.reasons[Reason.HOOKS] > 0
