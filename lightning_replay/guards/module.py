@@ -31,6 +31,7 @@ _TORCH_OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
     | {name for name in torch.nn.Module().__dict__ if name.endswith("_hooks") or "_hooks_" in name}
 )
+_MEMBERS = frozenset({"_parameters", "_buffers", "_modules"})
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
 _MUTABLE = (list, dict, set, deque)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -116,6 +117,9 @@ class ModuleState:
         self._members = [d.values() for d in members if d]  # views: each pass over one reads the dict anew
         self._empty_members = [d for d in members if not d]
         self._member_values = [*chain.from_iterable(d.values() for d in members), _END]
+        # Deleting from a container of modules gives it another dict, which the views above know nothing of.
+        self._holders = [d for d in map(vars, self._modules) if d.keys() >= _MEMBERS]
+        self._member_dicts = [*self._read_member_dicts(), _END]
         self._left_out = {module: _TORCH_OWN | names for module, names in ignored.items()}
         # A metric is no part of a network; a forward pass that updates one is refused for setting its attributes.
         code = [m for m in self._modules if id(m) in ignored or not _is_metric(m)]
@@ -165,6 +169,8 @@ class ModuleState:
 
     def difference(self) -> Finding | None:
         """Finds the first thing that is not as it was when this state was taken."""
+        if not _same_objects(self._read_member_dicts(), self._member_dicts):
+            return self._member_difference()
         if any(self._empty_members) or not _same_objects(chain.from_iterable(self._members), self._member_values):
             return self._member_difference()
         if any(self._hooks) or torch_module._has_any_global_hook():
@@ -197,6 +203,9 @@ class ModuleState:
                         Change.MEMBERS, join(path, key), "the object that was recorded", "another object"
                     )
         return self._finding(Change.MEMBERS, self.name, "the modules that were recorded", "others")
+
+    def _read_member_dicts(self) -> Iterator[Any]:
+        return chain.from_iterable(map(itemgetter(*_MEMBERS), self._holders))
 
     def _named_members(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for path, module in self._named:

@@ -338,3 +338,33 @@ def test_a_hook_on_a_tensor_inside_of_the_network_is_native() -> None:
     assert len(native.modules[0].gradients) == 8
     assert replay.trace is not None
     assert replay.trace.report.reasons[Reason.HOOKS] > 0
+
+
+def test_a_layer_added_to_a_container_from_which_one_was_deleted() -> None:
+    """Deleting gives the container another dict of modules; the first one shows nothing of what comes later."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
+            self.net = mlp()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            for layer in self.layers:
+                inputs = torch.tanh(layer(inputs))
+            return self.net(inputs)
+
+    def add(module: Any) -> None:
+        module.net.layers.append(nn.Linear(FEATURES, FEATURES))
+
+    def add_and_delete(module: Any) -> None:
+        add(module)
+        del module.net.layers[2]
+
+    trace = check_replayed(
+        lambda: Learner(Deep(), events={5: add_and_delete, 8: add}),
+        actions=[*script(6), *script(3), *script(5)],
+        steps=14,
+    )
+
+    assert trace.report.reasons[Reason.MODULE_CHANGED] == 2
