@@ -32,9 +32,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=EVIDENCE, help="where the receipts are")
     parser.add_argument("--readme", type=Path, default=README, help="the README with the two markers")
+    parser.add_argument("--explanation", type=Path, default=HOW_IT_WORKS, help="the page of the host's time, likewise")
     parser.add_argument("--check", action="store_true", help="write nothing, fail if a page is out of date")
     options = parser.parse_args()
-    pages = rendered(options.folder, options.readme)
+    pages = rendered(options.folder, options.readme, options.explanation)
     if not options.check:
         publish(pages)
         return 0

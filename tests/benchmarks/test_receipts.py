@@ -73,6 +73,8 @@ def test_published_page_is_what_the_receipts_say() -> None:
 
 def test_readme_is_what_the_receipts_say() -> None:
     assert render.README.read_text(encoding="utf-8") == render.readme()
+    explained = render.with_section(render.HOW_IT_WORKS, render.host_time())
+    assert render.HOW_IT_WORKS.read_text(encoding="utf-8") == explained
 
 
 def _git(*words: str) -> bytes | None:
@@ -160,7 +162,9 @@ def test_readme_has_the_newest_complete_figures_of_a_gpu(tmp_path: Path) -> None
 def test_check_fails_where_a_page_was_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{render.BEGIN}{render.END}")
-    words = ["render", "--folder", str(tmp_path / "evidence"), "--readme", str(page)]
+    explanation = tmp_path / "explanation.md"
+    explanation.write_text(f"{render.BEGIN}{render.END}", encoding="utf-8")
+    words = ["render", "--folder", str(tmp_path / "evidence"), "--readme", str(page), "--explanation", str(explanation)]
 
     monkeypatch.setattr(sys, "argv", words)
     assert render.main() == 0
