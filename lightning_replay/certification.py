@@ -125,14 +125,17 @@ def certify(
     operations = tuple(find_declared())
     if not operations and torch.are_deterministic_algorithms_enabled():
         return refused
-    runs, far = list(native), None
+    runs = list(native)
     promised = not operations
     for _ in range(MAX_NATIVE_RUNS - 2):
         runs.append(run_native())
         promised = promised and not differences(runs[1], runs[-1])
-        if not promised and (far := _find_far(different, runs, replay)) is None:
+        if promised:
+            continue
+        if (far := _find_far(different, runs, replay)) is None:
             return Verdict("nondeterministic", operations=operations)
-    return refused if promised or far is None else Verdict("", far, f"native and replay have {different[far]}")
+        refused = Verdict("", far, f"native and replay have {different[far]}")
+    return refused
 
 
 def _find_far(names: Iterable[str], runs: Sequence[Trial], replay: Trial) -> str | None:

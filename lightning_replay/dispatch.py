@@ -122,8 +122,16 @@ class Slot:
 
     def forget(self, key: Hashable) -> None:
         """Drops what is known of a signature, its recording included."""
-        for kept in (self.engaged, self.sightings, self.traces, self.results, self.attempts):
+        for kept in self._by_signature():
             kept.pop(key, None)
+
+    def forget_all(self) -> None:
+        """Drops what is known of all signatures."""
+        for kept in self._by_signature():
+            kept.clear()
+
+    def _by_signature(self) -> tuple[dict[Hashable, Any], ...]:
+        return self.engaged, self.sightings, self.traces, self.results, self.attempts
 
     def sight(self, key: Hashable) -> int:
         """Counts a sighting of a signature and returns how often it was seen before."""
@@ -199,11 +207,7 @@ class Region:
         if self.strikes >= MAX_STRIKES:
             self.refusal = finding
         for slot in self.slots:
-            slot.engaged.clear()
-            slot.sightings.clear()
-            slot.traces.clear()
-            slot.results.clear()
-            slot.attempts.clear()
+            slot.forget_all()
         self.state = self.buffers = None
         return dropped
 
