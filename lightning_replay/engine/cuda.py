@@ -1,6 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""CUDA graphs behind the backend protocol."""
+"""CUDA graphs behind the backend protocol.
+
+Note [cuBLAS workspaces]
+    cuBLAS works in scratch memory that torch takes from the caching allocator, for each thread and stream, when it is
+    first needed. A graph keeps its address. Whoever clears these workspaces (torch.compile does around CUDA graphs of
+    its own) hands that memory to the next tensors, and a replay would write into them. So the capture stream takes its
+    workspace inside of a small capture, out of a pool that nothing else allocates from.
+
+    The workspaces of other streams served the native steps before the first recording, and are as large again. They are
+    cleared then, and taken anew by whatever needs them; unless there are graph pools of others, whose graphs may know
+    them.
+"""
 
 import contextlib
 import gc
@@ -18,6 +29,9 @@ from lightning_replay.reasons import Finding, Reason
 
 T = TypeVar("T")
 
+_OWN_POOLS: set[tuple[int, ...]] = set()
+"""The allocator's names of all pools made here. It never uses a name again."""
+
 
 class CudaPool:
     """One private memory pool of the caching allocator.
@@ -33,6 +47,7 @@ class CudaPool:
 
     def __init__(self, device: torch.device) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
+        _OWN_POOLS.add(tuple(self.handle))
         self.anchor: Any = None
         self._device = device
 
@@ -75,6 +90,7 @@ class CudaGraphBackend:
     def __init__(self, device: torch.device, spares_memory: bool = True) -> None:
         self.device = device
         self._spares_memory = spares_memory
+        self._workspaces: CudaPool | None = None
         self._stream = torch.cuda.Stream(device)
         self._caller: torch.cuda.Stream | None = None
         self._generator = torch.cuda.default_generators[device.index]
@@ -82,6 +98,23 @@ class CudaGraphBackend:
     def new_pool(self) -> CudaPool:
         """Returns an empty pool."""
         return CudaPool(self.device)
+
+    def prepare(self) -> None:
+        """Gives the capture stream its cuBLAS workspace. See Note [cuBLAS workspaces]."""
+        if self._workspaces is None:
+            self._workspaces = self.new_pool()
+            self._clear_workspaces()
+        square = torch.zeros(16, 16, device=self.device)
+        self.capture(self._workspaces, lambda: torch.mm(square, square))  # each time: others may have cleared it
+
+    def _clear_workspaces(self) -> None:
+        pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+        if pools <= _OWN_POOLS | {(0, 0)}:
+            torch._C._cuda_clearCublasWorkspaces()
+
+    def lasting(self) -> contextlib.AbstractContextManager[None]:
+        """Makes memory come from what the capture stream has, where no activations of native steps are."""
+        return self._on_capture_stream()
 
     @contextlib.contextmanager
     def _on_capture_stream(self) -> Iterator[None]:
@@ -96,8 +129,6 @@ class CudaGraphBackend:
 
     def warm_up(self, run: Callable[[], T]) -> T:
         """Runs a callable on the capture stream and waits for it.
-
-        cuBLAS takes its workspaces here, in ordinary memory, where the loss of one graph cannot free what another uses.
 
         Raises:
             CaptureError: If the callable made the host wait for the device; a capture of it would have failed, and a
@@ -185,6 +216,9 @@ class CudaGraphBackend:
 
     def close(self) -> None:
         """Waits for replays in flight and returns cached memory."""
+        if self._workspaces is not None:
+            self._clear_workspaces()
+            self._workspaces = None
         self.trim()
 
 

@@ -303,14 +303,15 @@ class Recorder:
         wanted = [*self._parameters, *(leaf for leaf in leaves if leaf.requires_grad)]
         if not reached or not wanted:
             return [None] * len(self._parameters), [None] * len(leaves)
-        found: list[Tensor | None] = list(
-            torch.autograd.grad(
-                [result.outputs[i] for i in reached],
-                wanted,
-                [self._cotangents[i] for i in reached],
-                allow_unused=True,
+        with torch.autograd.set_multithreading_enabled(False):  # each thread would have a cuBLAS workspace of its own
+            found: list[Tensor | None] = list(
+                torch.autograd.grad(
+                    [result.outputs[i] for i in reached],
+                    wanted,
+                    [self._cotangents[i] for i in reached],
+                    allow_unused=True,
+                )
             )
-        )
         gradients = found[: len(self._parameters)]
         rest = iter(found[len(self._parameters) :])
         return gradients, [next(rest) if leaf.requires_grad else None for leaf in leaves]

@@ -176,6 +176,13 @@ class TapeBackend:
         """Returns an empty pool."""
         return TapePool(self._poison)
 
+    def prepare(self) -> None:
+        """Does nothing."""
+
+    def lasting(self) -> contextlib.AbstractContextManager[None]:
+        """Allocates as ever."""
+        return contextlib.nullcontext()
+
     def warm_up(self, run: Callable[[], T]) -> T:
         """Runs a callable."""
         return run()

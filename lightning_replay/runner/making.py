@@ -95,6 +95,7 @@ class Maker:
         """
         region, call = sample.region, sample.call
         assert region.state is not None and region.buffers is not None
+        self._backend.prepare()
         parameters = region.buffers.parameters
         trainable = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
         written = {name: region.state.buffers[name] for name in sample.after.names_changed_since(sample.before)}

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: The lightning_replay developers
+"""cuBLAS workspaces: no recording depends on memory that someone else can free, and none of other graphs is freed."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from tests.gpu.test_gradients_cuda import check
+from tests.parity.harness import Learner, mlp
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+WORKSPACE = 8 << 20
+"""Bytes that every workspace has at least, and no tensor here."""
+
+TAKEN = 4 << 20
+"""Bytes of each block that is taken in the place of the workspaces."""
+
+
+def large_blocks() -> dict[int, tuple[int, ...]]:
+    """Returns the allocated blocks of at least a workspace's size: address and pool."""
+    return {
+        block["address"]: tuple(segment["segment_pool_id"])
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated" and block["size"] >= WORKSPACE
+    }
+
+
+class ClearsWorkspaces(Callback):
+    """Clears all cuBLAS workspaces in the middle of a fit, as torch.compile does, and takes the memory for itself."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.kept: list[Tensor] = []
+        self.blocks: dict[int, tuple[int, ...]] = {}
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step != self.step or self.kept:
+            return
+        if getattr(trainer.strategy, "last_action", None) == "replay":
+            self.blocks = large_blocks()
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        self.kept = [torch.full((TAKEN,), 90, dtype=torch.uint8, device="cuda") for _ in range(64)]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_clearing_them_harms_no_recording(precision: str) -> None:
+    clearing: list[ClearsWorkspaces] = []
+
+    def callbacks() -> list[Callback]:
+        clearing.append(ClearsWorkspaces(6))
+        return [clearing[-1]]
+
+    check(lambda: Learner(mlp()), steps=12, precision=precision, callbacks=callbacks)
+
+    assert [len(callback.kept) for callback in clearing] == [64, 64]
+    assert all(bool((block == 90).all()) for callback in clearing for block in callback.kept)
+    blocks = clearing[1].blocks
+    assert blocks
+    assert (0, 0) not in blocks.values(), "a workspace lies in ordinary memory"
+
+
+def test_those_of_another_graph_stay() -> None:
+    """A graph of the user's own, warmed up on its stream, has its workspace in ordinary memory."""
+    stream = torch.cuda.Stream()
+    given = torch.rand(64, 4096, device="cuda")
+    with torch.cuda.stream(stream):
+        expected = torch.mm(given, given.t())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = torch.mm(given, given.t())
+    before = large_blocks()
+    assert (0, 0) in before.values()
+
+    check(lambda: Learner(mlp()), steps=12)
+
+    assert before.items() <= large_blocks().items()
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
