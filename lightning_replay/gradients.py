@@ -138,8 +138,7 @@ class Publication:
         self.positions = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
         self.sources = [gradient for gradient in gradients if gradient is not None]
         self.buffers = buffers
-        with backend.lasting():
-            buffers.provide(self.positions)
+        buffers.provide(self.positions)
         self.parameters = [buffers.parameters[i] for i in self.positions]
         self._graph: Graph | None = None
         if self.sources:

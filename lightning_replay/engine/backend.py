@@ -45,9 +45,6 @@ class GraphBackend(Protocol):
     def prepare(self) -> None:
         """Gets ready for the warm-up and the captures of a recording. No mode of torch is active."""
 
-    def lasting(self) -> AbstractContextManager[None]:
-        """Surrounds allocations that outlive the step: apart from its own, whose memory can then be returned."""
-
     def warm_up(self, run: Callable[[], T]) -> T:
         """Runs a callable where captures run, without recording it, and waits for it."""
 

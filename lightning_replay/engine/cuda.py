@@ -7,10 +7,6 @@ Note [cuBLAS workspaces]
     first needed. A graph keeps its address. Whoever clears these workspaces (torch.compile does around CUDA graphs of
     its own) hands that memory to the next tensors, and a replay would write into them. So the capture stream takes its
     workspace inside of a small capture, out of a pool that nothing else allocates from.
-
-    The workspaces of other streams served the native steps before the first recording, and are as large again. They are
-    cleared then, and taken anew by whatever needs them; unless there are graph pools of others, whose graphs may know
-    them.
 """
 
 import contextlib
@@ -29,9 +25,6 @@ from lightning_replay.reasons import Finding, Reason
 
 T = TypeVar("T")
 
-_OWN_POOLS: set[tuple[int, ...]] = set()
-"""The allocator's names of all pools made here. It never uses a name again."""
-
 
 class CudaPool:
     """One private memory pool of the caching allocator.
@@ -47,7 +40,6 @@ class CudaPool:
 
     def __init__(self, device: torch.device) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
-        _OWN_POOLS.add(tuple(self.handle))
         self.anchor: Any = None
         self._device = device
 
@@ -101,20 +93,11 @@ class CudaGraphBackend:
 
     def prepare(self) -> None:
         """Gives the capture stream its cuBLAS workspace. See Note [cuBLAS workspaces]."""
-        if self._workspaces is None:
-            self._workspaces = self.new_pool()
-            self._clear_workspaces()
         square = torch.zeros(16, 16, device=self.device)
+        if self._workspaces is None:
+            torch.mm(square, square)  # makes the handle, which a capture cannot
+            self._workspaces = self.new_pool()
         self.capture(self._workspaces, lambda: torch.mm(square, square))  # each time: others may have cleared it
-
-    def _clear_workspaces(self) -> None:
-        pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
-        if pools <= _OWN_POOLS | {(0, 0)}:
-            torch._C._cuda_clearCublasWorkspaces()
-
-    def lasting(self) -> contextlib.AbstractContextManager[None]:
-        """Makes memory come from what the capture stream has, where no activations of native steps are."""
-        return self._on_capture_stream()
 
     @contextlib.contextmanager
     def _on_capture_stream(self) -> Iterator[None]:
@@ -216,9 +199,7 @@ class CudaGraphBackend:
 
     def close(self) -> None:
         """Waits for replays in flight and returns cached memory."""
-        if self._workspaces is not None:
-            self._clear_workspaces()
-            self._workspaces = None
+        self._workspaces = None
         self.trim()
 
 

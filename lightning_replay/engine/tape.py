@@ -179,10 +179,6 @@ class TapeBackend:
     def prepare(self) -> None:
         """Does nothing."""
 
-    def lasting(self) -> contextlib.AbstractContextManager[None]:
-        """Allocates as ever."""
-        return contextlib.nullcontext()
-
     def warm_up(self, run: Callable[[], T]) -> T:
         """Runs a callable."""
         return run()
