@@ -21,10 +21,10 @@ TAKEN = 4 << 20
 """Bytes of each block that is taken in the place of the workspaces."""
 
 
-def large_blocks() -> dict[int, tuple[int, ...]]:
-    """Returns the allocated blocks of at least a workspace's size: address and pool."""
+def pools_of_large_blocks() -> set[tuple[int, ...]]:
+    """Returns the allocator's names of the pools that hold an allocated block of at least a workspace's size."""
     return {
-        block["address"]: tuple(segment["segment_pool_id"])
+        tuple(segment["segment_pool_id"])
         for segment in torch.cuda.memory_snapshot()
         for block in segment["blocks"]
         if block["state"] == "active_allocated" and block["size"] >= WORKSPACE
@@ -37,13 +37,13 @@ class ClearsWorkspaces(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
         self.kept: list[Tensor] = []
-        self.blocks: dict[int, tuple[int, ...]] = {}
+        self.pools: set[tuple[int, ...]] = set()
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step != self.step or self.kept:
             return
         if getattr(trainer.strategy, "last_action", None) == "replay":
-            self.blocks = large_blocks()
+            self.pools = pools_of_large_blocks()
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
         self.kept = [torch.full((TAKEN,), 90, dtype=torch.uint8, device="cuda") for _ in range(64)]
@@ -61,7 +61,7 @@ def test_clearing_them_harms_no_recording(precision: str) -> None:
 
     assert [len(callback.kept) for callback in clearing] == [64, 64]
     assert all(bool((block == 90).all()) for callback in clearing for block in callback.kept)
-    assert set(clearing[1].blocks.values()) - {(0, 0)}, "no workspace lies in a graph pool"
+    assert clearing[1].pools - {(0, 0)}, "no workspace lies in a graph pool"
 
 
 @pytest.mark.xfail(reason="its workspace was given to other tensors; by torch or by this package?")
