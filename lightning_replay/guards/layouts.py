@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Shapes, strides and dtypes of many tensors, compared before each replay."""
+"""Where many tensors lie, with which shapes, strides and dtypes: compared before each replay.
+
+torch has functions that compare all of them in one call. They are not public; where one is missing, or does not see
+what is asked of it, the tensors are read one by one.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +18,28 @@ MAX_CIRCUMSTANCES = 4
 """How many combinations of autocast, modes and trainability have a guard of their own."""
 
 _dtype = attrgetter("dtype")
+_requires_grad = attrgetter("requires_grad")
+
+
+class Memory:
+    """The addresses of tensors as they are when this is made.
+
+    Args:
+        tensors: The tensors, all of them with memory of their own.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._then = list(map(Tensor.data_ptr, tensors))
+        self._positions = list(range(len(self._then)))
+
+    def is_same(self) -> bool:
+        """Tells whether all lie where they lay."""
+        return _have_addresses(self._tensors, self._then, self._positions)
+
+    def moved(self, index: int) -> bool:
+        """Tells whether one of them lies elsewhere."""
+        return self._tensors[index].data_ptr() != self._then[index]
 
 
 class Layouts:
@@ -25,22 +51,30 @@ class Layouts:
 
     Args:
         tensors: The tensors, all of them strided, each of them once.
+
+    Attributes:
+        trainable: Which of them required a gradient at the last comparison.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tuple(tensors)
         self._then = _read(tensors)
-        self._guards: deque[Callable[..., bool]] = deque(maxlen=MAX_CIRCUMSTANCES)
+        self._guards: deque[tuple[Callable[..., bool], tuple[bool, ...]]] = deque(maxlen=MAX_CIRCUMSTANCES)
+        self.trainable = tuple(map(_requires_grad, tensors))
 
     def are_same(self) -> bool:
-        """Tells whether all are as they were."""
-        for is_unchanged in self._guards:
-            if is_unchanged(*self._tensors):
-                return True
+        """Tells whether all are as they were, and notes which are trainable."""
+        can_guard = _CAN_GUARD and torch.is_grad_enabled()  # without gradients, a guard sees none as trainable
+        if can_guard:
+            for is_unchanged, trainable in self._guards:
+                if is_unchanged(*self._tensors):
+                    self.trainable = trainable
+                    return True
+        self.trainable = tuple(map(_requires_grad, self._tensors))
         if _read(self._tensors) != self._then:
             return False
-        if _CAN_GUARD:
-            self._guards.appendleft(_guard(self._tensors))
+        if can_guard:
+            self._guards.appendleft((_guard(self._tensors), self.trainable))
         return True
 
     def then(self, index: int) -> tuple[Any, ...]:
@@ -66,7 +100,7 @@ def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def _can_guard() -> bool:
     """Tells whether this torch has the guard, which is not public, and whether it sees what is asked of it."""
     tensor = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
-    others = (tensor[:1], tensor.view(3, 2).t(), tensor.view(torch.int32))
+    others = (tensor[:1], tensor.view(3, 2).t(), tensor.view(torch.int32), tensor.detach().requires_grad_())
     try:
         is_unchanged = _guard([tensor])
         return is_unchanged(tensor) and not any(map(is_unchanged, others))
@@ -75,3 +109,24 @@ def _can_guard() -> bool:
 
 
 _CAN_GUARD = _can_guard()
+
+
+def _read_addresses(tensors: list[Tensor], addresses: list[int], positions: list[int]) -> bool:
+    """Does what torch's function does that compares the addresses of tensors with numbers."""
+    return list(map(Tensor.data_ptr, tensors)) == addresses
+
+
+def _address_comparison() -> Callable[[list[Tensor], list[int], list[int]], bool]:
+    """Returns torch's function, which builds for CUDA have, if it sees what is asked of it."""
+    compare: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    try:
+        tensors = [torch.zeros(2), torch.zeros(0), torch.zeros(3)[1:]]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        wrong = [[*addresses[:i], addresses[i] + 8, *addresses[i + 1 :]] for i in range(3)]
+        sees = compare(tensors, addresses, [0, 1, 2]) and not any(compare(tensors, a, [0, 1, 2]) for a in wrong)
+    except TypeError:
+        sees = False
+    return compare if sees else _read_addresses
+
+
+_have_addresses = _address_comparison()

@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 
 from lightning_replay.engine.interposition import is_interposed
 from lightning_replay.guards.changes import Change
-from lightning_replay.guards.layouts import Layouts
+from lightning_replay.guards.layouts import Layouts, Memory
 from lightning_replay.guards.reads import Reads, find_reads, package_of
 from lightning_replay.reasons import Finding, Reason
 
@@ -31,7 +31,7 @@ _TORCH_OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
     | {name for name in torch.nn.Module().__dict__ if name.endswith("_hooks") or "_hooks_" in name}
 )
-_MEMBERS = frozenset({"_parameters", "_buffers", "_modules"})
+_MEMBERS = ("_parameters", "_buffers", "_modules")
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
 _MUTABLE = (list, dict, set, deque)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -85,6 +85,15 @@ def find_hidden_state(networks: Iterable[tuple[str, torch.nn.RNNBase]], device: 
     return None
 
 
+def identities(values: Iterable[Any]) -> bytes:
+    """Returns where objects lie, in their order.
+
+    Of two lists whose objects are all alive, this is the same only if they hold the very same objects. Comparing it
+    takes a tenth of the time of comparing them one by one.
+    """
+    return np.fromiter(values, dtype=object).tobytes()
+
+
 class ModuleState:
     """What the modules of a tree hold: members, attributes, parameters and buffers with their memory.
 
@@ -116,10 +125,11 @@ class ModuleState:
         self._member_names = [tuple(d) for d in members]
         self._members = [d.values() for d in members if d]  # views: each pass over one reads the dict anew
         self._empty_members = [d for d in members if not d]
-        self._member_values = [*chain.from_iterable(d.values() for d in members), _END]
+        self._member_values = list(chain.from_iterable(self._members))
+        self._member_identities = identities(self._member_values)
         # Deleting from a container of modules gives it another dict, which the views above know nothing of.
-        self._holders = [d for d in map(vars, self._modules) if d.keys() >= _MEMBERS]
-        self._member_dicts = [*self._read_member_dicts(), _END]
+        self._holders = [d for d in map(vars, self._modules) if d.keys() >= set(_MEMBERS)]
+        self._member_dicts = list(self._read_member_dicts())
         self._left_out = {module: _TORCH_OWN | names for module, names in ignored.items()}
         # A metric is no part of a network; a forward pass that updates one is refused for setting its attributes.
         code = [m for m in self._modules if id(m) in ignored or not _is_metric(m)]
@@ -141,9 +151,8 @@ class ModuleState:
                     target[join(path, key)] = tensor
         self._tensors = [*self.parameters.values(), *self.buffers.values()]
         self._tensor_names = [*self.parameters, *self.buffers]
-        self._memory = list(map(Tensor.data_ptr, self._tensors))
+        self._memory = Memory(self._tensors)
         self._layouts = Layouts(self._tensors)
-        self._parameter_list = list(self.parameters.values())
 
     def _read_attributes(self, module: Module) -> dict[str, Any]:
         """Returns the attributes of a module that the comparison is about."""
@@ -160,8 +169,15 @@ class ModuleState:
         return self._named
 
     def flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Returns training flags of all modules and trainability of all parameters: part of the signature."""
-        return tuple(map(_training, self._modules)), tuple(map(_requires_grad, self._parameter_list))
+        """Returns training flags of all modules, trainability of parameters and buffers: part of the signature.
+
+        The trainability is what the last comparison saw.
+        """
+        return tuple(map(_training, self._modules)), self._layouts.trainable
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Returns parameters and buffers with their dotted names, in the order of their flags."""
+        return zip(self._tensor_names, self._tensors, strict=True)
 
     def trainable(self) -> dict[str, Parameter]:
         """Returns the parameters that require a gradient, by dotted name."""
@@ -169,15 +185,14 @@ class ModuleState:
 
     def difference(self) -> Finding | None:
         """Finds the first thing that is not as it was when this state was taken."""
-        if not _same_objects(self._read_member_dicts(), self._member_dicts):
+        same = self._holds_the_same()
+        if not same and not all(map(is_, self._read_member_dicts(), self._member_dicts)):
             return self._member_difference()
-        if any(self._empty_members) or not _same_objects(chain.from_iterable(self._members), self._member_values):
+        if any(self._empty_members) or identities(chain.from_iterable(self._members)) != self._member_identities:
             return self._member_difference()
         if any(self._hooks) or torch_module._has_any_global_hook():
             return find_hooks(self.name, self.root)
-        if list(map(Tensor.data_ptr, self._tensors)) != self._memory:
-            return self._memory_difference()
-        if not self._layouts.are_same():
+        if not (self._memory.is_same() and self._layouts.are_same()):
             return self._memory_difference()
         if list(map(type, self._modules)) != self._classes:
             return self._finding(Change.CODE, self.name, "the classes of the modules", "another class")
@@ -186,7 +201,7 @@ class ModuleState:
                 return self._finding(
                     Change.CODE, self.name, f"{cls.__qualname__}.forward as recorded", "another function"
                 )
-        return self._attribute_difference()
+        return None if same and self._has_the_same() else self._attribute_difference()
 
     def _finding(self, change: Change, where: str, expected: str, actual: str) -> Finding:
         return Finding(Reason.MODULE_CHANGED, where, expected, actual, change.effect)
@@ -213,27 +228,30 @@ class ModuleState:
                 yield path, members
 
     def _memory_difference(self) -> Finding:
-        for index, (name, tensor, address) in enumerate(
-            zip(self._tensor_names, self._tensors, self._memory, strict=True)
-        ):
+        for index, name in enumerate(self._tensor_names):
             then, now = self._layouts.then(index), self._layouts.now(index)
             if then != now:
                 return self._finding(Change.MEMORY, name, str(then), str(now))
-            if tensor.data_ptr() != address:
+            if self._memory.moved(index):
                 return self._finding(
                     Change.MEMORY, name, "the memory that was recorded", "new memory (.data = ..., .to(...))"
                 )
         return self._finding(Change.MEMORY, self.name, "the memory that was recorded", "new memory")
 
     def _prepare_attributes(self) -> None:
-        """Prepares the comparison of attributes and variables: one flat list, and the containers among it."""
+        """Prepares the comparison of attributes and variables: one flat list, and the containers among it.
+
+        The dicts of the members are among the attributes, so that each module is read in one go.
+        """
+        holders = set(map(id, self._holders))
         alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for live, attributes in zip(self._dicts, self._attributes, strict=True):
-            if attributes:
-                alike.setdefault(tuple(attributes), []).append(live)
+            if names := (*(_MEMBERS if id(live) in holders else ()), *attributes):
+                alike.setdefault(names, []).append(live)
         # Of a single name an itemgetter would give no tuple.
         self._readers = [(itemgetter(*(names * 2 if len(names) == 1 else names)), d) for names, d in alike.items()]
-        self._flat = [*self._read_all(), _END]
+        self._held = list(self._read_all())
+        self._held_identities = identities(self._held)
         self._outer = [getter() for _, getter in self._variables]
         self._sizes = list(map(len, self._dicts))
         self._containers: list[tuple[str, Any, list[Any]]] = []
@@ -243,9 +261,8 @@ class ModuleState:
                 self._add_containers(join(path, key), value, seen, 0)
         for (name, _), value in zip(self._variables, self._outer, strict=True):
             self._add_containers(name, value, seen, 0)
-        held = chain(self._flat, *(items for _, _, items in self._containers))
-        self._plain = [value for value in held if isinstance(value, Tensor) and value.layout is torch.strided]
-        self._plain_memory = list(map(Tensor.data_ptr, self._plain))
+        held = chain(self._held, *(items for _, _, items in self._containers))
+        self._plain = Memory([v for v in held if isinstance(v, Tensor) and v.layout is torch.strided])
 
     def _read_all(self) -> Iterator[Any]:
         """Reads the attributes of all modules, those with the same names together."""
@@ -275,20 +292,25 @@ class ModuleState:
         for item in items:
             self._add_containers(path, item, seen, depth + 1)
 
-    def _attribute_difference(self) -> Finding | None:
+    def _holds_the_same(self) -> bool:
+        """Tells whether attributes, and the dicts of members, are the very objects that they were."""
         try:
-            same = _same_objects(self._read_all(), self._flat)
-        except KeyError:
-            same = False
-        outer = [getter() for _, getter in self._variables]
-        if (
-            same
-            and all(map(is_, outer, self._outer))
-            and list(map(len, self._dicts)) == self._sizes
-            and list(map(Tensor.data_ptr, self._plain)) == self._plain_memory
+            return identities(self._read_all()) == self._held_identities
+        except KeyError:  # one is gone
+            return False
+
+    def _has_the_same(self) -> bool:
+        """Tells whether nothing was added to the attributes, and variables and all that is held are as they were."""
+        return (
+            list(map(len, self._dicts)) == self._sizes
+            and all(getter() is earlier for (_, getter), earlier in zip(self._variables, self._outer, strict=True))
+            and self._plain.is_same()
             and all(_same_items(value, items, self._reads) for _, value, items in self._containers)
-        ):
-            return None
+        )
+
+    def _attribute_difference(self) -> Finding | None:
+        """Finds an attribute, a variable or something held that has another value, not only another object."""
+        outer = [getter() for _, getter in self._variables]
         for index, module in enumerate(self._modules):
             stored, now = self._attributes[index], self._read_attributes(module)
             for key in (*stored, *now):
@@ -301,7 +323,7 @@ class ModuleState:
         for (name, _), earlier, value in zip(self._variables, self._outer, outer, strict=True):
             if not _same_value(earlier, value):
                 return self._finding(Change.VARIABLE, name, _show(earlier), _show(value))
-        if list(map(Tensor.data_ptr, self._plain)) != self._plain_memory:
+        if not self._plain.is_same():
             return self._finding(
                 Change.CONTENTS, self.name, "tensors among the attributes where they were", "other memory of one"
             )
@@ -358,7 +380,6 @@ class _Missing:
 
 
 _MISSING = _Missing()
-_END = object()
 
 
 def _is_container(value: Any) -> bool:
@@ -405,11 +426,6 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-def _same_objects(live: Iterable[Any], stored: list[Any]) -> bool:
-    """Tells whether values are the very objects that were stored, with `_END` behind them: neither more nor fewer."""
-    return all(map(is_, chain(live, (_END,)), stored))
-
-
 def _same_items(container: Any, items: list[Any], names: frozenset[str] | None) -> bool:
     live = _items(container, names)
     return len(live) == len(items) and (all(map(is_, live, items)) or all(map(_same_value, live, items)))
@@ -430,7 +446,6 @@ def _show(value: Any) -> str:
 
 
 _training = attrgetter("training")
-_requires_grad = attrgetter("requires_grad")
 
 
 class AttributeWatch:
@@ -480,16 +495,16 @@ class AttributeWatch:
         for (path, _), before, now in zip(self._state.named(), training, training_now, strict=True):
             if before != now:
                 return Finding(Reason.ATTRIBUTE_WRITTEN, join(path, "training"), f"{before}", f"{now}")
-        for path, before, now in zip(self._state.parameters, trainable, trainable_now, strict=True):
+        for (path, _), before, now in zip(self._state.tensors(), trainable, trainable_now, strict=True):
             if before != now:
                 return Finding(Reason.ATTRIBUTE_WRITTEN, join(path, "requires_grad"), f"{before}", f"{now}")
         return None
 
     def restore(self) -> None:
         """Puts attributes, members and the contents of containers back."""
-        for parameter, trainable in zip(self._state.parameters.values(), self._flags[1], strict=True):
-            if parameter.requires_grad != trainable:
-                parameter.requires_grad_(trainable)
+        for (_, tensor), trainable in zip(self._state.tensors(), self._flags[1], strict=True):
+            if tensor.requires_grad != trainable:
+                tensor.requires_grad_(trainable)
         for live, saved in self._saved:
             if list(live) != list(saved) or not all(map(is_, live.values(), saved.values())):
                 live.clear()

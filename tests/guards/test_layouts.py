@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """Shapes, strides and dtypes: the same answers with torch's own guard and without it."""
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_replay.guards import layouts
-from lightning_replay.guards.layouts import Layouts
+from lightning_replay.guards.layouts import Layouts, Memory
 
 
 @pytest.fixture(params=[True, False], ids=["guard", "no guard"], autouse=True)
@@ -86,14 +87,32 @@ def test_circumstances_are_no_change(around: Callable[[], AbstractContextManager
         assert not state.are_same()
 
 
-def test_trainability_and_values_are_no_change() -> None:
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.no_grad])
+def test_trainability_is_noted_and_no_change(around: Callable[[], AbstractContextManager[Any]]) -> None:
     watched = tensors()
     state = Layouts(watched)
-    for trainable in (True, False, True):
-        watched[0].requires_grad_(trainable)
+    assert state.trainable == (True, False, False, False, False)
+    for trainable in (True, False, True, False, False):
+        for tensor in (watched[0], watched[4]):
+            tensor.requires_grad_(trainable)
         with torch.no_grad():
             watched[0].add_(1)
+        with around():
+            assert state.are_same()
+        assert state.trainable == (trainable, False, False, False, trainable)
+
+
+def test_a_parameter_unfrozen_where_gradients_are_off() -> None:
+    watched = tensors()
+    watched[0].requires_grad_(False)
+    state = Layouts(watched)
+    assert state.are_same()
+
+    watched[0].requires_grad_(True)
+
+    with torch.no_grad():
         assert state.are_same()
+    assert state.trainable[0]
 
 
 def test_each_circumstance_is_read_once(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +126,39 @@ def test_each_circumstance_is_read_once(guarded: bool, monkeypatch: pytest.Monke
         with torch.autocast("cpu", torch.bfloat16):
             assert state.are_same()
     assert len(reads) == (2 if guarded else 10)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 4])  # the one without elements lies nowhere
+def test_another_address(index: int) -> None:
+    watched = tensors()
+    memory = Memory(watched)
+    assert memory.is_same()
+
+    set_data(index, lambda t: torch.cat([t.flatten(), t.new_zeros(1)])[1:])(watched)
+
+    assert not memory.is_same()
+    assert [i for i in range(len(watched)) if memory.moved(i)] == [index]
+
+
+@pytest.mark.parametrize("answer", [True, False, TypeError, None])
+def test_an_address_comparison_that_does_not_see_is_not_used(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(tensors: list[Tensor], addresses: list[int], positions: list[int]) -> bool:
+        if isinstance(answer, bool):
+            return answer
+        raise answer
+
+    monkeypatch.setattr(
+        torch._C, "_tensors_data_ptrs_at_indices_equal", compare if answer is not None else None, raising=False
+    )
+    assert layouts._address_comparison() is layouts._read_addresses
+
+
+def test_an_address_comparison_that_sees_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(tensors: list[Tensor], addresses: list[int], positions: list[int]) -> bool:
+        return all(tensors[i].data_ptr() == addresses[i] for i in positions)
+
+    monkeypatch.setattr(torch._C, "_tensors_data_ptrs_at_indices_equal", compare, raising=False)
+    assert layouts._address_comparison() is compare
 
 
 def test_no_tensors() -> None:

@@ -125,15 +125,21 @@ def test_not_found(change: Callable[[Any], Any]) -> None:
 def test_flags() -> None:
     module = net()
     state = ModuleState("net", module)
-    flags = state.flags()
 
+    def flags() -> Any:
+        assert state.difference() is None  # they are part of the signature, not a change
+        return state.flags()
+
+    before = flags()
     module[0].norm.eval()
-    assert state.flags() != flags
+    assert flags() != before
     module[0].norm.train()
-    assert state.flags() == flags
+    assert flags() == before
     module[1].bias.requires_grad_(False)
-    assert state.flags() != flags
-    assert state.difference() is None  # part of the signature, not a change
+    assert flags() != before
+    module[1].bias.requires_grad_(True)
+    assert flags() == before
+    module[1].bias.requires_grad_(False)
     assert "net.1.bias" not in state.trainable()
 
 

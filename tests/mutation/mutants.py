@@ -18,7 +18,7 @@ from lightning_replay.engine import reads as numbers
 from lightning_replay.engine.recording import Recording
 from lightning_replay.gradients import GradientBuffers, Publication
 from lightning_replay.guards import module, reads, signature
-from lightning_replay.guards.layouts import Layouts
+from lightning_replay.guards.layouts import Layouts, Memory
 from lightning_replay.guards.module import AttributeWatch, ModuleState
 from lightning_replay.inspection import Inspector, Tracer
 from lightning_replay.runner import making
@@ -143,12 +143,17 @@ def switched_off(mutant: Mutant) -> Iterator[None]:
 
 
 def _same_members(state: ModuleState) -> None:
-    state._members, state._empty_members, state._member_values = [], [], []
+    state._members, state._empty_members, state._member_identities = [], [], b""
+
+
+class _Blind(Layouts):
+    def are_same(self) -> bool:
+        super().are_same()  # which notes the trainability, another guard's business
+        return True
 
 
 def _no_memory(state: ModuleState) -> None:
-    state._tensors = []
-    state._memory, state._layouts = [], Layouts([])
+    state._memory, state._layouts = Memory([]), _Blind(state._tensors)
 
 
 def _variables_gone(*args: Any, **kwargs: Any) -> Any:
