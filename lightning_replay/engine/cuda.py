@@ -7,11 +7,16 @@ Note [cuBLAS workspaces]
     first needed. A graph keeps its address. Whoever clears these workspaces (torch.compile does around CUDA graphs of
     its own) hands that memory to the next tensors, and a replay would write into them. So the capture stream takes its
     workspace inside of a small capture, out of a pool that nothing else allocates from.
+
+    The workspaces of other streams served the native steps before the first recording, and are as large again. They are
+    cleared then, as Lightning does before and after a fit, and taken anew by whatever needs them; unless a graph of
+    someone else may know them.
 """
 
 import contextlib
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -24,6 +29,11 @@ from lightning_replay.errors import CaptureError
 from lightning_replay.reasons import Finding, Reason
 
 T = TypeVar("T")
+
+_OWN_POOLS: set[tuple[int, ...]] = set()
+"""The allocator's names of all pools made here. It never uses a name again."""
+
+_OWN_GRAPHS: "weakref.WeakSet[torch.cuda.CUDAGraph]" = weakref.WeakSet()
 
 
 class CudaPool:
@@ -40,6 +50,7 @@ class CudaPool:
 
     def __init__(self, device: torch.device) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
+        _OWN_POOLS.add(tuple(self.handle))
         self.anchor: Any = None
         self._device = device
 
@@ -97,6 +108,8 @@ class CudaGraphBackend:
         if self._workspaces is None:
             torch.mm(square, square)  # makes the handle, which a capture cannot
             self._workspaces = self.new_pool()
+            if not _others_have_graphs():
+                torch._C._cuda_clearCublasWorkspaces()
         self.capture(self._workspaces, lambda: torch.mm(square, square))  # each time: others may have cleared it
 
     @contextlib.contextmanager
@@ -133,6 +146,7 @@ class CudaGraphBackend:
 
     def _capture(self, handle: Any, run: Callable[[], T]) -> tuple[Any, T]:
         graph = torch.cuda.CUDAGraph()
+        _OWN_GRAPHS.add(graph)
         torch.cuda.synchronize(self.device)
         self._empty_cache()
         collecting = gc.isenabled()
@@ -201,6 +215,15 @@ class CudaGraphBackend:
         """Waits for replays in flight and returns cached memory."""
         self._workspaces = None
         self.trim()
+
+
+def _others_have_graphs() -> bool:
+    """Tells whether anyone else in this process may have a CUDA graph: its memory, or itself, is there."""
+    pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+    if not pools <= _OWN_POOLS | {(0, 0)} or gc.get_freeze_count():
+        return True
+    graphs = [o for o in gc.get_objects() if issubclass(type(o), torch.cuda.CUDAGraph)]
+    return any(graph not in _OWN_GRAPHS for graph in graphs)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -174,8 +174,7 @@ class Maker:
                 if not sample.unnoticed or error.finding.reason is not Reason.MISMATCH:
                     raise
                 recording, verdict = capture(False)  # only so does a capture hold what is launched without torch
-        with _keeping([buffer for buffer in region.buffers.buffers if buffer is not None]):
-            publication = Publication(self._backend, recording.pool, region.buffers, recording.gradients)
+        publication = Publication(self._backend, recording.pool, region.buffers, recording.gradients)
         stats = RecordingStats(region.name, sample.signature, 0.0, recording.pool.bytes(), verdict.equal)
         stats.native_runs, stats.nondeterministic = native_runs, verdict.operations
         trace = inspector.trace if inspects else None
@@ -262,18 +261,6 @@ class Maker:
         if not verdict.equal:
             raise CaptureError(Finding(Reason.MISMATCH, verdict.where, "a replay equal to native", verdict.difference))
         return verdict
-
-
-@contextlib.contextmanager
-def _keeping(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Puts the values of gradient buffers back: another recording's may be bound to parameters, or kept by the user."""
-    values = [clone_exactly(tensor) for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.data.copy_(value)
 
 
 def _check_memory(

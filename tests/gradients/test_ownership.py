@@ -281,3 +281,74 @@ def test_references_of_a_recording_are_nobodys_while_it_lives():
     del recording
     gc.collect()
     assert not buffers.held([0, 1])
+
+
+def _left_by_native(keep=lambda gradient: None, layout=lambda: torch.ones(3)):
+    """Parameters with gradients that native made, one of which someone keeps, and then their buffers."""
+    parameters = [Parameter(layout()), Parameter(torch.ones(2, 2))]
+    for parameter in parameters:
+        torch.manual_seed(0)
+        parameter.grad = as_autograd_does(parameter)
+    kept = keep(parameters[0].grad)
+    values = [parameter.grad.clone() for parameter in parameters]
+    addresses = [parameter.grad.data_ptr() for parameter in parameters]
+    buffers, gradients, publication = make(*parameters)
+    assert all(same_bits(parameter.grad, value) for parameter, value in zip(parameters, values, strict=True))
+    assert [parameter.grad.data_ptr() for parameter in parameters] == addresses
+    assert not publication.is_possible()
+    return parameters, buffers, gradients, publication, kept
+
+
+@pytest.mark.parametrize("keep", LEAVE.values(), ids=LEAVE)
+def test_a_gradient_that_native_left_becomes_the_buffer(keep):
+    parameters, buffers, gradients, publication, _kept = _left_by_native(keep)
+    assert all(buffers.at(i) is parameter.grad for i, parameter in enumerate(parameters))
+
+    for parameter in parameters:
+        parameter.grad = None
+    assert publication.is_possible()
+    publication.publish()
+
+    assert all(same_bits(p.grad, g) for p, g in zip(parameters, gradients, strict=True))
+    assert all(buffers.at(i) is parameter.grad for i, parameter in enumerate(parameters))
+
+
+@pytest.mark.parametrize("keep", KEEP.values(), ids=KEEP)
+def test_a_gradient_that_someone_keeps_does_not(keep):
+    parameters, buffers, gradients, publication, _kept = _left_by_native(keep)
+    assert buffers.at(0).data_ptr() != parameters[0].grad.data_ptr()
+    assert buffers.at(1) is parameters[1].grad
+    native = parameters[0].grad
+
+    for parameter in parameters:
+        parameter.grad = None
+    assert publication.is_possible()
+    publication.publish()
+
+    assert same_bits(native, torch.ones(3))
+    assert all(same_bits(p.grad, g) for p, g in zip(parameters, gradients, strict=True))
+
+
+OTHERWISE = {
+    "other strides": lambda grad: torch.empty(grad.shape[::-1]).t().copy_(grad),
+    "part of other memory": lambda grad: torch.stack([grad, grad])[0],
+    "behind other memory": lambda grad: torch.stack([grad, grad])[1],
+    "with history": lambda grad: grad.clone().requires_grad_(),
+    "sparse": lambda grad: grad.to_sparse(),
+    "a subclass": lambda grad: grad.clone().as_subclass(type("Sub", (torch.Tensor,), {})),
+}
+
+
+@pytest.mark.parametrize("change", OTHERWISE.values(), ids=OTHERWISE)
+def test_a_gradient_laid_out_otherwise_does_not(change):
+    parameter = Parameter(torch.ones(2, 3))
+    parameter.grad = change(torch.ones(2, 3))
+    buffers = GradientBuffers([parameter])
+    before = parameter.grad
+
+    buffers.provide([0])
+
+    assert parameter.grad is before
+    assert buffers.at(0) is not before
+    assert buffers.at(0).stride() == (3, 1)
+    assert not buffers.held([0])
