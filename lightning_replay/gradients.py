@@ -17,10 +17,10 @@ Note [ownership of a gradient]
 """
 
 import contextlib
-import functools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import sub
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_replay.engine.backend import Graph, GraphBackend, Pool
-from lightning_replay.engine.layout import allocate_gradient, clone_exactly, copy_all, is_laid_out_alone
+from lightning_replay.engine.layout import allocate_gradient, copy_all
 
 _storage_use_count = torch._C._storage_Use_Count
 _tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
@@ -56,35 +56,14 @@ class GradientBuffers:
         self._alone: dict[int, tuple[int, ...]] = {}
 
     def provide(self, positions: Iterable[int]) -> None:
-        """Makes the buffers at these positions that do not exist yet.
-
-        A gradient that native left becomes the buffer, as its memory would be lost between that of other tensors;
-        unless someone else refers to it.
-        """
+        """Allocates the buffers at these positions that do not exist yet."""
         for i in positions:
-            if self.buffers[i] is None and not self._adopt(i):
-                self._hold(i, allocate_gradient(self.parameters[i]))
+            if self.buffers[i] is None:
+                self.buffers[i] = allocate_gradient(self.parameters[i])
+                self._storages[i] = self.at(i).untyped_storage()
+                self._handles[i] = self._storages[i]._cdata
                 self._alone[i] = self._count(i)
-
-    def _adopt(self, position: int) -> bool:
-        parameter = self.parameters[position]
-        if parameter.grad is None or not is_laid_out_alone(parameter.grad, parameter):
-            return False
-        self._hold(position, parameter.grad)
-        parameter.grad = None
-        references = self._count(position)
-        parameter.grad = self.buffers[position]
-        if references[:-1] != _references_of_one():
-            self.buffers[position] = None
-            return False
-        self._alone[position] = references
-        return True
-
-    def _hold(self, position: int, buffer: Tensor) -> None:
-        self.buffers[position] = buffer
-        self._storages[position] = buffer.untyped_storage()
-        self._handles[position] = self._storages[position]._cdata
-        self._expected.clear()
+                self._expected.clear()
 
     def _count(self, position: int) -> tuple[int, ...]:
         return next(zip(*self._references([self.buffers[position]], [position]), strict=True))
@@ -142,24 +121,10 @@ class GradientBuffers:
         """Tells whether anyone but this object refers to one buffer or its memory. `.grad` counts, if bound."""
         return self.held([position])
 
-
-@functools.cache
-def _references_of_one() -> tuple[int, ...]:
-    """Returns who refers to a buffer, and to its memory, that nobody else knows."""
-    buffers = GradientBuffers([Parameter(torch.zeros(1))])
-    buffers.provide([0])
-    return buffers._alone[0][:-1]
-
-
-@contextlib.contextmanager
-def _keeping(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Puts the values of buffers back: they may be bound to parameters, or kept by the user."""
-    values = [clone_exactly(tensor) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.data.copy_(value)
+    def in_use(self) -> list[Tensor]:
+        """Returns the buffers that anyone refers to."""
+        made = [i for i, buffer in enumerate(self.buffers) if buffer is not None]
+        return [self.at(i) for i in made if self.is_held(i)]
 
 
 class Publication:
@@ -188,10 +153,9 @@ class Publication:
     @torch.no_grad()
     def _record(self, backend: GraphBackend, pool: Pool) -> Graph:
         targets = [self.buffers.at(i) for i in self.positions]
-        run = functools.partial(copy_all, targets, self.sources)
-        with _keeping(targets):
-            backend.warm_up(run)
-            graph, _ = backend.capture(pool, run)
+        run = partial(copy_all, targets, self.sources)
+        backend.warm_up(run)
+        graph, _ = backend.capture(pool, run)
         return graph
 
     def is_possible(self) -> bool:

@@ -122,19 +122,6 @@ def allocate_gradient(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def is_laid_out_alone(gradient: Tensor, parameter: Tensor) -> bool:
-    """Tells whether a gradient is laid out as `allocate_gradient` would, in memory that holds nothing else."""
-    strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
-    return (
-        is_plain(gradient)
-        and not gradient.requires_grad
-        and (gradient.shape, gradient.dtype, gradient.device) == (parameter.shape, parameter.dtype, parameter.device)
-        and gradient.stride() == strides
-        and gradient.storage_offset() == 0
-        and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
-    )
-
-
 @torch.no_grad()
 def clone_exactly(tensor: Tensor) -> Tensor:
     """Returns a detached copy with the same layout and alignment."""

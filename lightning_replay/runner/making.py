@@ -4,7 +4,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -58,12 +58,18 @@ class Maker:
             The recording, or why there is none.
         """
         region = sample.region
-        assert region.state is not None
+        assert region.state is not None and region.buffers is not None
         for position in sample.unreached:
             sample.cotangents[position] = None
         started = time.perf_counter()
-        present = Snapshot(self._backend, region.state.buffers)
-        weights = Snapshot(self._backend, region.state.parameters)
+        parameters = region.buffers.parameters
+        try:
+            # Before anything that is given back afterwards: they stay, and are to fill the gaps in memory.
+            region.buffers.provide(i for i, parameter in enumerate(parameters) if parameter.grad is not None)
+            present = Snapshot(self._backend, region.state.buffers)
+            weights = Snapshot(self._backend, region.state.parameters)
+        except torch.cuda.OutOfMemoryError as error:
+            return _out_of_memory(region, error)
         attributes = AttributeWatch(region.members, region.module, region.ignored, region.entry)
         finding = None
         try:
@@ -72,7 +78,7 @@ class Maker:
         except CaptureError as error:
             finding = error.finding
         except torch.cuda.OutOfMemoryError as error:
-            finding = Finding(Reason.OUT_OF_MEMORY, region.name, "memory for a recording", str(error).split("\n")[0])
+            finding = _out_of_memory(region, error)
         except Exception as error:
             finding = Finding(Reason.CAPTURE_FAILED, region.name, "a recording", f"{type(error).__name__}: {error}")
         finally:
@@ -174,7 +180,8 @@ class Maker:
                 if not sample.unnoticed or error.finding.reason is not Reason.MISMATCH:
                     raise
                 recording, verdict = capture(False)  # only so does a capture hold what is launched without torch
-        publication = Publication(self._backend, recording.pool, region.buffers, recording.gradients)
+        with _keeping(region.buffers.in_use()):
+            publication = Publication(self._backend, recording.pool, region.buffers, recording.gradients)
         stats = RecordingStats(region.name, sample.signature, 0.0, recording.pool.bytes(), verdict.equal)
         stats.native_runs, stats.nondeterministic = native_runs, verdict.operations
         trace = inspector.trace if inspects else None
@@ -261,6 +268,22 @@ class Maker:
         if not verdict.equal:
             raise CaptureError(Finding(Reason.MISMATCH, verdict.where, "a replay equal to native", verdict.difference))
         return verdict
+
+
+def _out_of_memory(region: Region, error: Exception) -> Finding:
+    return Finding(Reason.OUT_OF_MEMORY, region.name, "memory for a recording", str(error).split("\n")[0])
+
+
+@contextlib.contextmanager
+def _keeping(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Puts the values of gradient buffers back: another recording's may be bound to parameters, or kept by the user."""
+    values = [clone_exactly(tensor) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.data.copy_(value)
 
 
 def _check_memory(

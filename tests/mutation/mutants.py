@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-from lightning_replay import dispatch, gradients, inspection
+from lightning_replay import dispatch, inspection
 from lightning_replay.certification import Verdict
 from lightning_replay.dispatch import Slot
 from lightning_replay.engine import modes, snapshot
@@ -226,7 +226,7 @@ MUTANTS: dict[str, Mutant] = {
         before=(("accumulation", 1),),
     ),
     "live gradients while another recording is made": Mutant(
-        off(gradients, "_keeping", lambda tensors: ExitStack()), ("calls",)
+        off(making, "_keeping", lambda tensors: ExitStack()), ("calls",)
     ),
     "uses of parameters outside": Mutant(
         off(BackwardPass, "_outside_uses", lambda self, loss: []),
