@@ -67,7 +67,8 @@ class Reason(Enum):
     )
     UNRECORDED_MODE = (
         "unrecorded_mode",
-        "The call ran without gradients, in inference mode, or with the module in evaluation mode.",
+        "The call ran without gradients, in inference or evaluation mode, inside of a transformation (torch.func,"
+        " forward-mode differentiation), or under a mode that watches operations.",
         "Nothing: such calls are native by design.",
     )
     LAST_BATCH = (

@@ -16,7 +16,7 @@ ALIGNMENT = 16  # bytes; the widest vector load of torch's element-wise kernels
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tells whether a tensor is an ordinary strided tensor and not a subclass, sparse, nested or lazy conjugate."""
+    """Tells whether a tensor is an ordinary strided tensor: no subclass, sparse, nested, lazy conjugate or lazy zero."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -24,6 +24,7 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()
     )
 
 

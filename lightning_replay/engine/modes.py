@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
+
+_innermost_transform = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
+"""Returns the innermost transformation of torch.func that is at work, or None."""
 
 
 class Modes(NamedTuple):
@@ -21,6 +25,7 @@ class Modes(NamedTuple):
     anomaly: bool
     switches: tuple[Any, ...]
     saved_tensor_hooks: bool = False
+    transformed: bool = False
 
     @property
     def autocast_caches_weights(self) -> bool:
@@ -73,6 +78,7 @@ def current_modes(device_type: str) -> Modes:
         anomaly=torch.is_anomaly_enabled(),
         switches=_switches(device_type),
         saved_tensor_hooks=_saved_tensor_hooks(),
+        transformed=_innermost_transform() is not None or forward_ad._current_level >= 0,
     )
 
 

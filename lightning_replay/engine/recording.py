@@ -416,8 +416,5 @@ class Recorder:
 
 
 def sequence_number() -> int:
-    """Returns the autograd sequence number of a node made just now in this thread."""
-    with torch.enable_grad():
-        node = torch.empty(0, requires_grad=True).view(0).grad_fn
-    assert node is not None
-    return int(node._sequence_nr())
+    """Returns the autograd sequence number of the next node that this thread makes, in whatever mode it is."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

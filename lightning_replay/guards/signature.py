@@ -84,6 +84,9 @@ def check_modes(name: str, modes: Modes) -> Finding | None:
     if modes.saved_tensor_hooks:
         actual = "the call is wrapped in activation checkpointing or another context of saved-tensor hooks"
         return Finding(Reason.UNRECORDED_MODE, name, "no hooks on what autograd saves", actual)
+    if modes.transformed:
+        actual = "the call is inside of torch.func (vmap, grad, jvp) or forward-mode differentiation"
+        return Finding(Reason.UNRECORDED_MODE, name, "no transformation of the call", actual)
     if modes.foreign_modes:
         actual = f"{modes.foreign_modes} torch function or dispatch modes are active"
         return Finding(Reason.UNRECORDED_MODE, name, "no mode that intercepts operations", actual)

@@ -139,6 +139,7 @@ def test_plain_tensors() -> None:
     assert not is_plain(torch.eye(2).to_sparse())
     assert not is_plain(torch.ones(2, dtype=torch.complex64).conj())
     assert not is_plain(torch.imag(torch.ones(2, dtype=torch.complex64).conj()))
+    assert not is_plain(torch._efficientzerotensor(2))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

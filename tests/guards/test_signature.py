@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from lightning_replay import Finding, Reason
 from lightning_replay.engine.modes import current_modes
@@ -94,6 +95,11 @@ def test_modes() -> None:
         assert check_modes("net", current_modes("cpu")).reason is Reason.UNRECORDED_MODE
     with torch.autograd.graph.save_on_cpu():
         assert check_modes("net", current_modes("cpu")).reason is Reason.UNRECORDED_MODE
+    with forward_ad.dual_level():
+        assert check_modes("net", current_modes("cpu")).reason is Reason.UNRECORDED_MODE
+    findings = []
+    torch.func.vmap(lambda row: findings.append(check_modes("net", current_modes("cpu"))) or row)(torch.ones(2))
+    assert findings[0].reason is Reason.UNRECORDED_MODE
     with torch.autograd.set_detect_anomaly(True):
         assert check_modes("net", current_modes("cpu")).reason is Reason.DETECT_ANOMALY
     with torch.utils.flop_counter.FlopCounterMode(display=False):

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
 
-from tests.parity.harness import CLASSES, FEATURES, Learner, check_replayed, mlp, run_both
+from lightning_replay import Reason
+from tests.parity.harness import CLASSES, FEATURES, Learner, check_replayed, classify, mlp, run_both, script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -45,6 +47,59 @@ def by_double(net: nn.Module, inputs: Tensor) -> Tensor:
 @pytest.mark.parametrize("run", [by_function, by_vmap, by_scan, by_double])
 def test_inside(run: Any) -> None:
     check_replayed(lambda: Learner(Around(run)))
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def step_by_vmap(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    return F.cross_entropy(vmap(module.net)(batch[0]), batch[1])
+
+
+def step_by_grad(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    slope = grad(lambda inputs: module.net(inputs).sum())(batch[0])
+    return classify(module, batch, batch_idx) + slope.square().sum()
+
+
+def step_by_jvp(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    logits, tangent = jvp(module.net, (batch[0],), (torch.ones_like(batch[0]),))
+    return F.cross_entropy(logits, batch[1]) + tangent.square().sum()
+
+
+def step_with_inference(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    with torch.inference_mode():
+        target = module.net(batch[0]).softmax(1)
+    return F.cross_entropy(module.net(batch[0]), target.clone())
+
+
+@pytest.mark.parametrize("step", [step_by_vmap, step_by_grad, step_by_jvp, step_with_inference])
+def test_calls_that_are_transformed_are_native(step: Any) -> None:
+    _, replay = run_both(lambda: Learner(plain(), step))
+
+    assert replay.error is None
+    assert replay.trace is not None
+    assert replay.trace.report.reasons[Reason.UNRECORDED_MODE] == len(replay.trace.actions)
+
+
+def step_with_tangents(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    if not module.dual:
+        return classify(module, batch, batch_idx)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(batch[0], torch.ones_like(batch[0]))
+        logits, tangent = forward_ad.unpack_dual(module.net(dual))
+        return F.cross_entropy(logits, batch[1]) + tangent.square().sum()
+
+
+def test_tangents_come_after_a_recording() -> None:
+    def make() -> Learner:
+        module = Learner(plain(), step_with_tangents, events={4: lambda module: setattr(module, "dual", True)})
+        module.dual = False
+        return module
+
+    trace = check_replayed(make, actions=[*script(5), "native", "native"])
+
+    assert trace.report.reasons[Reason.UNRECORDED_MODE] == 2
 
 
 def test_data_parallel_without_devices() -> None:
