@@ -4,6 +4,7 @@
 
 import contextlib
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -11,12 +12,15 @@ from typing import Any
 
 from torch.nn import Module
 
+_MODULE_CODE = vars(sys.modules[Module.__module__])
+
 
 class Interposed:
     """Stands in front of a module's forward.
 
     A copy of the module, made while it is there, gets the forward of its own class, and loses this again when the
-    block ends; a pickle of the module holds the forward of its class.
+    block ends; a pickle of the module holds the forward of its class. A shallow copy takes this along like all other
+    attributes, and loses it when it is called.
 
     Args:
         module: The module.
@@ -31,7 +35,13 @@ class Interposed:
         self.copies: list[weakref.ref[Module]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls what stands in front."""
+        """Calls what stands in front, or the own forward of a shallow copy."""
+        frame = sys._getframe(1)
+        # Python does not tell on which object an attribute was found; the frame of Module.__call__ does.
+        called = frame.f_locals.get("self") if frame.f_globals is _MODULE_CODE else None
+        if isinstance(called, Module) and called is not self._module and called.__dict__.get("forward") is self:
+            _put(called, self._before)
+            return called.forward(*args, **kwargs)
         return self._run(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

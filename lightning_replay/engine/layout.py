@@ -16,7 +16,7 @@ ALIGNMENT = 16  # bytes; the widest vector load of torch's element-wise kernels
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tells whether a tensor is an ordinary strided tensor: no subclass, sparse, nested, lazy conjugate or lazy zero."""
+    """Tells whether a tensor is an ordinary strided tensor: no subclass, not sparse, nested or lazily computed."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """Recordings, stand-ins, snapshots: what they give, and that they leave no trace."""
 
+import copy
 import random
 from typing import Any
 
@@ -220,6 +221,29 @@ def test_interposition() -> None:
     assert "forward" not in first.__dict__
     assert second.__dict__["forward"] is own
     assert not is_interposed(second.forward)
+
+
+@pytest.mark.parametrize("copy_of", [copy.copy, nn.Module._replicate_for_data_parallel])
+def test_a_shallow_copy_has_its_own_forward(copy_of: Any) -> None:
+    class Scaled(nn.Module):
+        scale = 1.0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs * self.scale
+
+    module, given = Scaled(), Scaled()
+    given.forward = lambda inputs: inputs + 1
+    with interposed({module: lambda x: x * 5, given: lambda x: x * 7}):
+        copied, kept, other = copy_of(module), copy_of(module), copy_of(given)
+        copied.scale = kept.scale = 3.0
+        assert copied(torch.ones(1)).item() == 3
+        assert other(torch.ones(1)).item() == 2
+        assert module(torch.ones(1)).item() == 5
+        assert given(torch.ones(1)).item() == 7
+        assert is_interposed(kept.forward)  # nobody has called it yet
+
+    assert kept(torch.ones(1)).item() == 3
+    assert [m for m in (module, copied, kept) if "forward" in m.__dict__] == []
 
 
 def test_a_forward_set_meanwhile_stays() -> None:
