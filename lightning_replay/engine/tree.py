@@ -4,7 +4,7 @@
 
 Lists, tuples, named tuples, dicts, dataclasses, and every type registered with torch's pytree (such as the ModelOutput
 classes of transformers) are opened. Plain values stay in the structure, told apart by type and by bits: True is not 1,
-and 0.0 is not -0.0. Anything else is opaque.
+and 0.0 is not -0.0. Anything else is opaque, and so is a tensor that carries Python attributes.
 """
 
 import dataclasses
@@ -70,6 +70,8 @@ def flatten(tree: Any, path: str = "") -> tuple[list[Tensor], list[str], Structu
 
 def _open(tree: Any, path: str, tensors: list[Tensor], paths: list[str]) -> Structure:
     if isinstance(tree, Tensor):
+        if tree.__dict__ and type(tree) is Tensor:
+            raise OpaqueValueError(path, f"a tensor with attributes of its own: {', '.join(tree.__dict__)}")
         tensors.append(tree)
         paths.append(path)
         return ("tensor",)

@@ -156,6 +156,14 @@ def test_data_class_with_more_than_its_fields_is_opaque() -> None:
         tree.flatten(box)
 
 
+def test_a_tensor_with_attributes_is_opaque() -> None:
+    tensor = torch.ones(1)
+    tensor.scale = 2.0  # type: ignore[attr-defined]
+
+    with pytest.raises(tree.OpaqueValueError, match="scale"):
+        tree.flatten(tensor)
+
+
 def test_the_same_tensor_twice() -> None:
     shared = torch.ones(1)
     leaves, _, structure = tree.flatten([shared, shared])

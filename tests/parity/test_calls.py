@@ -236,6 +236,33 @@ def test_opaque_argument_is_native() -> None:
     )
 
 
+def with_penalty(net: Any, inputs: Tensor) -> Tensor:
+    logits = net(inputs)
+    logits.penalty = logits.square().mean()
+    return logits
+
+
+def penalized(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    logits = module.net(batch[0])
+    return F.cross_entropy(logits, batch[1]) + logits.penalty
+
+
+def test_result_with_an_attribute_is_native() -> None:
+    check_native(lambda: Learner(Shaped(with_penalty), penalized), Reason.RESULT, where="penalty")
+
+
+def scaled_by_attribute(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    inputs = batch[0].clone()
+    inputs.scale = float(batch[1].float().mean())
+    return F.cross_entropy(module.net(inputs), batch[1])
+
+
+def test_argument_with_an_attribute_is_native() -> None:
+    network = lambda: Shaped(lambda net, inputs: net(inputs) * inputs.scale)  # noqa: E731
+
+    check_native(lambda: Learner(network(), scaled_by_attribute), Reason.ARGUMENT, where="scale")
+
+
 def test_result_that_is_the_parameter_is_native() -> None:
     call = lambda net, x: (net(x), net[0].bias)  # noqa: E731
 
