@@ -3,12 +3,59 @@
 """The process-wide and thread-wide switches of torch that decide which kernels a call launches."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
+
+def _readers(*names: str) -> tuple[Callable[[], Any], ...]:
+    """Returns those that this torch has: not all are in every release and build."""
+    return tuple(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
+
+
+def _precision_readers() -> tuple[Callable[[], Any], ...]:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        return partial(getattr, matmul, "allow_tf32"), partial(getattr, cudnn, "allow_tf32")
+    # torch >= 2.9; reading the older names may raise there
+    holders = (matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]
+    return tuple(partial(getattr, holder, "fp32_precision") for holder in holders)
+
+
+# What stands behind the documented switches of torch.backends and torch.cuda.tunable: read before each replay, and by
+# the documented names that takes several times as long.
+_COMMON = (
+    torch.are_deterministic_algorithms_enabled,
+    torch.is_deterministic_algorithms_warn_only_enabled,
+    torch.backends.opt_einsum._get_enabled,
+    torch.backends.opt_einsum._get_strategy,
+)
+_CUDA = _precision_readers() + _readers(
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_get_blas_preferred_backend",
+    "_get_linalg_preferred_backend",
+    "_get_cudnn_enabled",
+    "_get_cudnn_benchmark",
+    "_cuda_get_cudnn_benchmark_limit",
+    "_get_cudnn_deterministic",
+    "_get_cudnn_depthwise_kernel",
+    "_get_miopen_immediate",
+    "_get_flash_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_math_sdp_enabled",
+    "_get_cudnn_sdp_enabled",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_get_rocm_fa_preferred_backend",
+    "_get_deterministic_fill_uninitialized_memory",
+    "_cuda_tunableop_is_enabled",
+    "_cuda_tunableop_tuning_is_enabled",
+)
+_sdp_priority_order = getattr(torch._C, "_get_sdp_priority_order", tuple)
 _innermost_transform = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
 """Returns the innermost transformation of torch.func that is at work, or None."""
 
@@ -89,25 +136,5 @@ def _saved_tensor_hooks() -> bool:
 
 
 def _switches(device_type: str) -> tuple[Any, ...]:
-    common = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    if device_type != "cuda":
-        return common
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # torch >= 2.9; reading the older names may raise there
-        holders: tuple[Any, ...] = (matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]
-        precision = tuple(holder.fp32_precision for holder in holders)
-    else:
-        precision = (matmul.allow_tf32, cudnn.allow_tf32)
-    return (
-        *common,
-        *precision,
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-        cudnn.enabled,
-        cudnn.benchmark,
-        cudnn.deterministic,
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-    )
+    common = tuple(read() for read in _COMMON)
+    return common if device_type != "cuda" else (*common, *(read() for read in _CUDA), *_sdp_priority_order())

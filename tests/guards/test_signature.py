@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -126,3 +127,73 @@ def test_modes_are_told_apart_and_entered_again() -> None:
         assert torch.get_default_dtype() is torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+SWITCHES: list[tuple[Any, str, Any]] = [
+    (torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+    (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+    (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    (torch.backends.cudnn, "enabled", False),
+    (torch.backends.cudnn, "benchmark", True),
+    (torch.backends.cudnn, "benchmark_limit", 3),
+    (torch.backends.cudnn, "deterministic", True),
+    (torch.backends.opt_einsum, "enabled", False),
+    (torch.backends.opt_einsum, "strategy", "greedy"),
+    (torch.utils.deterministic, "fill_uninitialized_memory", False),
+]
+
+
+@pytest.mark.parametrize(("holder", "name", "value"), SWITCHES, ids=str)
+def test_switches_of_torch_are_told_apart(holder: Any, name: str, value: Any) -> None:
+    usual = getattr(holder, name, None)
+    if usual in (None, value):
+        pytest.skip("not a switch of this torch")
+    before = current_modes("cuda")
+
+    setattr(holder, name, value)
+    try:
+        assert current_modes("cuda") != before
+    finally:
+        setattr(holder, name, usual)
+    assert current_modes("cuda") == before
+
+
+FUNCTIONS: list[tuple[Any, Any, Any]] = [
+    (torch.use_deterministic_algorithms, True, False),
+    (torch.set_float32_matmul_precision, "high", "highest"),
+    (torch.backends.cuda.enable_flash_sdp, False, True),
+    (torch.backends.cuda.enable_mem_efficient_sdp, False, True),
+    (torch.backends.cuda.enable_math_sdp, False, True),
+    (torch.backends.cuda.enable_cudnn_sdp, False, True),
+    (getattr(torch.backends.cuda, "allow_fp16_bf16_reduction_math_sdp", None), True, False),
+    (getattr(torch.backends.cuda, "preferred_blas_library", None), "cublaslt", "default"),
+    (torch.backends.cuda.preferred_linalg_library, "magma", "default"),
+]
+
+
+@pytest.mark.parametrize(("function", "value", "usual"), FUNCTIONS)
+def test_functions_that_switch_torch_are_told_apart(function: Any, value: Any, usual: Any) -> None:
+    if function is None:
+        pytest.skip("not in this torch")
+    before = current_modes("cuda")
+    try:
+        function(value)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    try:
+        assert current_modes("cuda") != before
+    finally:
+        function(usual)
+
+
+def test_the_order_of_attention_kernels_is_told_apart() -> None:
+    if not hasattr(torch._C, "_get_sdp_priority_order"):
+        pytest.skip("not in this torch")
+    before = current_modes("cuda")
+    kernels = [torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+
+    with torch.nn.attention.sdpa_kernel(kernels, set_priority=True):
+        first = current_modes("cuda")
+    with torch.nn.attention.sdpa_kernel(kernels[::-1], set_priority=True):
+        assert current_modes("cuda") != first
+    assert current_modes("cuda") == before
