@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""The arguments of the strategy: what is accepted, and what a wrong one is told."""
+"""The arguments of what users make: what is accepted, and what a wrong one is told."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,13 +11,41 @@ from lightning_replay.reasons import five_parts
 
 def argument_message(name: str, given: object, accepted: str, cure: str, owner: str = "ReplayStrategy") -> str:
     """Formats the message about an argument: name, given, accepted, cure."""
-    return five_parts(f"{owner} cannot be used with {name}={given!r}", name, accepted, repr(given), cure)
+    shown = " ".join(repr(given).split())
+    return five_parts(f"{owner} cannot be used with {name}={shown}", name, accepted, shown, cure)
 
 
 def check_choice(name: str, value: object, accepted: tuple[str, ...], owner: str = "ReplayStrategy") -> None:
     """Raises ValueError unless a value is one of the accepted ones."""
-    if value not in accepted:
+    if not isinstance(value, str) or value not in accepted:
         raise ValueError(argument_message(name, value, " or ".join(map(repr, accepted)), "pass one of these", owner))
+
+
+def check_backend(value: object, owner: str = "ReplayStrategy") -> None:
+    """Raises ValueError unless a value names a backend that this machine has."""
+    check_choice("backend", value, ("auto", "cuda", "tape"), owner)
+    if value == "cuda" and not torch.cuda.is_available():
+        cure = 'use backend="auto", or backend="tape" to debug on a CPU'
+        raise ValueError(argument_message("backend", value, "a machine with a CUDA device", cure, owner))
+
+
+def backend_message(device: torch.device, owner: str = "ReplayStrategy") -> str:
+    """Formats the message about CUDA graphs that were asked for while training on another device."""
+    cure = 'pass accelerator="gpu" to the Trainer, or backend="auto"'
+    return argument_message("backend", "cuda", f"a CUDA device, not {device}", cure, owner)
+
+
+def check_kind(name: str, value: object, kind: type, owner: str = "ReplayStrategy") -> None:
+    """Raises TypeError unless a value is None or an object of a class."""
+    if value is not None and not isinstance(value, kind):
+        accepted = f"None, or an object of {kind.__module__}.{kind.__qualname__}"
+        raise TypeError(argument_message(name, value, accepted, "pass one, or leave it out", owner))
+
+
+def check_text(name: str, value: object, owner: str) -> None:
+    """Raises TypeError unless a value is a string."""
+    if not isinstance(value, str):
+        raise TypeError(argument_message(name, value, "a string", "say it in words", owner))
 
 
 def check_count(name: str, value: object, owner: str = "ReplayStrategy") -> None:

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """Precision plugins that clip the gradient norm from a recording."""
 
+import contextlib
 from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_replay import compat
-from lightning_replay.arguments import check_choice
+from lightning_replay.arguments import argument_message, backend_message, check_backend, check_choice, check_kind
 from lightning_replay.compat import seams
 from lightning_replay.guards.gradients import WHERE
 from lightning_replay.norm import BackendName, NormClipper
@@ -29,6 +30,7 @@ _NATIVE: dict[str, type[Precision]] = {
     "16-true": HalfPrecision,
     "64-true": DoublePrecision,
 }
+_MIXED = ("bf16-mixed", "16-mixed")
 _ATTRIBUTE = "_replay_clipper"
 _COMPOSED: dict[tuple[type, type], type[Precision]] = {}
 
@@ -154,12 +156,13 @@ class ReplayPrecision(ReplayClipMixin, Precision):
 
     Args:
         precision: As `Trainer(precision=...)` takes it.
-        device: The device type of autocast and scaler; None takes "cuda" where there is one.
+        device: For the "-mixed" ones, the device type of autocast and scaler; None takes "cuda" where there is one.
         scaler: A gradient scaler for "16-mixed".
         backend: "auto" (CUDA graphs on a CUDA device, native elsewhere), "cuda", or "tape", a slow stand-in for tests.
 
     Raises:
         ValueError: If an argument has a value that is not accepted.
+        TypeError: If an argument has a type that is not accepted.
     """
 
     def __new__(cls, precision: str = "32-true", *args: Any, **kwargs: Any) -> "ReplayPrecision":
@@ -175,10 +178,19 @@ class ReplayPrecision(ReplayClipMixin, Precision):
         scaler: torch.amp.GradScaler | None = None,
         backend: BackendName = "auto",
     ) -> None:
-        check_choice("backend", backend, ("auto", "cuda", "tape"), owner="ReplayPrecision")
+        check_backend(backend, owner="ReplayPrecision")
+        check_kind("scaler", scaler, torch.amp.GradScaler, owner="ReplayPrecision")
+        for name, given, for_those in (("device", device, _MIXED), ("scaler", scaler, ("16-mixed",))):
+            if given is not None and precision not in for_those:
+                accepted = f"None with precision={precision!r}"
+                cure = f"leave it out, or use precision={' or '.join(map(repr, for_those))}"
+                raise ValueError(argument_message(name, given, accepted, cure, "ReplayPrecision"))
         native: Any = super()
-        if precision in ("bf16-mixed", "16-mixed"):
-            native.__init__(precision, device or ("cuda" if torch.cuda.is_available() else "cpu"), scaler)
+        if precision in _MIXED:
+            if device is None:
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+            _check_device_type(device)
+            native.__init__(precision, device, scaler)
         elif precision in ("bf16-true", "16-true"):
             native.__init__(precision)
         else:
@@ -186,10 +198,33 @@ class ReplayPrecision(ReplayClipMixin, Precision):
         self._replay_clipper = NormClipper(backend)
 
     @override
+    def connect(
+        self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[Module, list[Optimizer], list[Any]]:
+        """Starts a fit with nothing recorded.
+
+        Raises:
+            ValueError: If CUDA graphs were asked for, and the model is on another device.
+        """
+        device = next((parameter.device for parameter in model.parameters()), None)
+        if self._replay_clipper.backend == "cuda" and device is not None and device.type != "cuda":
+            raise ValueError(backend_message(device, owner="ReplayPrecision"))
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
     def __repr__(self) -> str:
         """Names what was made: the class goes by the name of Lightning's, which checkpoints key on."""
         made_by, _ = type(self)._replay_parts  # type: ignore[attr-defined]
         return f"{made_by.__name__}({self.precision!r})"
+
+
+def _check_device_type(device: object) -> None:
+    """Raises ValueError unless autocast knows a type of device."""
+    with contextlib.suppress(RuntimeError):
+        if isinstance(device, str) and device.isalnum() and torch.amp.is_autocast_available(device):
+            return
+    cure = "pass the type of the device that trains, or leave it out"
+    raise ValueError(argument_message("device", device, 'a type of device such as "cuda"', cure, "ReplayPrecision"))
 
 
 def attach(plugin: Precision, clipper: NormClipper) -> Finding | None:

@@ -25,10 +25,14 @@ from lightning_replay import compat
 from lightning_replay.arguments import (
     argument_message,
     as_device,
+    backend_message,
+    check_backend,
     check_choice,
     check_count,
     check_flag,
+    check_kind,
     check_names,
+    check_text,
     named_modules,
 )
 from lightning_replay.compat import seams
@@ -100,14 +104,14 @@ class ReplayStrategy(SingleDeviceStrategy):
         check_choice("scope", scope, ("network", "step", "auto"))
         check_choice("certify", certify, ("auto", "bitwise", "off"))
         check_choice("on_native", on_native, ("warn", "error", "ignore"))
-        check_choice("backend", backend, ("auto", "cuda", "tape"))
+        check_backend(backend)
         check_count("warmup_steps", warmup_steps)
         check_count("max_recordings", max_recordings)
         check_names(modules)
         check_flag("capture_gradient_norm", capture_gradient_norm)
-        if backend == "cuda" and not torch.cuda.is_available():
-            cure = 'use backend="auto", or backend="tape" to debug on a CPU'
-            raise ValueError(argument_message("backend", "cuda", "a machine with a CUDA device", cure))
+        check_kind("accelerator", accelerator, Accelerator)
+        check_kind("checkpoint_io", checkpoint_io, CheckpointIO)
+        check_kind("precision_plugin", precision_plugin, Precision)
         self._explicit_device = None if device is None else as_device(device)
         super().__init__(
             device=self._explicit_device or torch.device("cpu"),
@@ -317,8 +321,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         if self._backend == "tape" or self.root_device.type == "cuda":
             return None
         if self._backend == "cuda":
-            cure = 'pass accelerator="gpu" to the Trainer, or backend="auto"'
-            raise ValueError(argument_message("backend", "cuda", f"a CUDA device, not {self.root_device}", cure))
+            raise ValueError(backend_message(self.root_device))
         return Finding(Reason.NO_CUDA, "Trainer(accelerator=...)", "a CUDA device", f"{self.root_device}")
 
     def _make_backend(self) -> GraphBackend:
@@ -462,7 +465,11 @@ class ReplayStrategy(SingleDeviceStrategy):
 
         Args:
             reason: Why, in words, for the report.
+
+        Raises:
+            TypeError: If the reason is not a string.
         """
+        check_text("reason", reason, owner="ReplayStrategy.invalidate")
         finding = Finding(Reason.INVALIDATED, "ReplayStrategy.invalidate", "", reason)
         for runner in self._runners():
             runner.invalidate(finding)

@@ -4,11 +4,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_replay import ReplayStrategy
+from lightning_replay import ReplayPrecision, ReplayStrategy
 from tests.parity.harness import Learner, batches, loader, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -48,6 +51,7 @@ def check_message(error: Exception, name: str, given: object, accepted: str) -> 
         ("max_recordings", -3, "at least 1"),
         ("warmup_steps", 0, "at least 1"),
         ("modules", [], "at least one name"),
+        ("scope", np.array(["step", "auto"]), "'network'"),
         ("device", "gpu:0", "cuda:0"),
         ("device", True, "cuda:0"),
     ],
@@ -69,6 +73,11 @@ def test_wrong_value(name: str, given: Any, accepted: str) -> None:
         ("modules", "net", "a list of dotted names"),
         ("modules", [1], "a list of dotted names"),
         ("modules", 3, "a list of dotted names"),
+        ("accelerator", "cpu", "Accelerator"),
+        ("accelerator", CPUAccelerator, "Accelerator"),
+        ("checkpoint_io", "here", "CheckpointIO"),
+        ("precision_plugin", "16-mixed", "Precision"),
+        ("precision_plugin", ReplayPrecision, "Precision"),
     ],
 )
 def test_wrong_type(name: str, given: Any, accepted: str) -> None:
@@ -164,6 +173,70 @@ def test_modules_apart_from_each_other_are_accepted() -> None:
     Trainer(strategy=strategy, devices=1, **QUIET).fit(Learner(mlp()), *loader(batches()))
 
     assert {recording.region for recording in strategy.recordings} == {"net.0", "net.2"}
+
+
+def test_what_is_accepted_of_lightning() -> None:
+    plugin, accelerator, io = ReplayPrecision("bf16-mixed"), CPUAccelerator(), TorchCheckpointIO()
+
+    strategy = ReplayStrategy(precision_plugin=plugin, accelerator=accelerator, checkpoint_io=io)
+
+    assert strategy.precision_plugin is plugin
+    assert strategy.accelerator is accelerator
+    assert strategy.checkpoint_io is io
+
+
+def test_invalidate_takes_words() -> None:
+    strategy = ReplayStrategy()
+
+    with pytest.raises(TypeError, match=r"ReplayStrategy\.invalidate cannot be used with") as caught:
+        strategy.invalidate(3)  # type: ignore[arg-type]
+
+    check_message(caught.value, "reason", 3, "a string")
+    assert strategy.report().reasons == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "accepted"),
+    [
+        ({"precision": "16"}, "precision", "'16-mixed'"),
+        ({"precision": ["32-true"]}, "precision", "'32-true'"),
+        ({"precision": "bf16-mixed", "device": "banana"}, "device", "cuda"),
+        ({"precision": "bf16-mixed", "device": "cuda:0"}, "device", "cuda"),
+        ({"precision": "bf16-mixed", "device": 3}, "device", "cuda"),
+        ({"precision": "32-true", "device": "cpu"}, "device", "None with precision='32-true'"),
+        ({"precision": "bf16-mixed", "scaler": "none"}, "scaler", "GradScaler"),
+        (
+            {"precision": "bf16-true", "scaler": torch.amp.GradScaler("cpu")},
+            "scaler",
+            "None with precision='bf16-true'",
+        ),
+        ({"backend": "gpu"}, "backend", "'tape'"),
+    ],
+)
+def test_wrong_arguments_of_the_precision(given: dict[str, Any], name: str, accepted: str) -> None:
+    with pytest.raises((ValueError, TypeError), match="ReplayPrecision cannot be used with") as caught:
+        ReplayPrecision(**given)
+
+    check_message(caught.value, name, given[name], accepted)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_backend_of_the_precision_without_cuda() -> None:
+    with pytest.raises(ValueError, match="ReplayPrecision cannot be used with") as caught:
+        ReplayPrecision(backend="cuda")
+
+    check_message(caught.value, "backend", "cuda", "CUDA device")
+
+
+def test_cuda_backend_of_the_precision_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        plugin = ReplayPrecision(backend="cuda")
+
+    with pytest.raises(ValueError, match="ReplayPrecision cannot be used with") as caught:
+        Trainer(plugins=[plugin], devices=1, **QUIET).fit(Learner(mlp()), *loader(batches()))
+
+    check_message(caught.value, "backend", "cuda", "a CUDA device, not cpu")
 
 
 def test_keywords_only() -> None:
