@@ -49,6 +49,7 @@ from lightning_replay.report import RecordingStats, ReplayReport
 from lightning_replay.runner import Runner, StepAction
 from lightning_replay.whole_step import WholeStep
 
+_RECORDED = ("_clipper", "_runner", "_whole", "_whole_runner", "_ran", "_log")
 _FROM_CONNECTOR = ("_accelerator", "_precision_plugin", "_checkpoint_io", "_root_device")
 
 
@@ -128,12 +129,17 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._max_recordings = max_recordings
         self._certify: Literal["auto", "bitwise", "off"] = certify
         self._on_native = on_native
-        self._backend = backend
-        # Without replayed steps gradients never lie still, and are worth a recording on copies only then.
-        patience = warmup_steps + 5
+        self._backend: Literal["auto", "cuda", "tape"] = backend
+        self._capture_gradient_norm = capture_gradient_norm
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Sets what an object has that has not trained yet."""
         self._clipper: NormClipper | None = None
-        if capture_gradient_norm:
-            self._clipper = NormClipper(backend, patience, self._meet_norm, self._expecting_references)
+        if self._capture_gradient_norm:
+            # Without replayed steps gradients never lie still, and are worth a recording on copies only then.
+            patience = self._warmup_steps + 5
+            self._clipper = NormClipper(self._backend, patience, self._meet_norm, self._expecting_references)
         self._norm_finding: Finding | None = None
         self._runner: Runner | None = None
         self._whole: WholeStep | None = None
@@ -145,6 +151,16 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._warned: set[Reason] = set()
         self._last_action: StepAction = "native"
         self._reset_counts()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what is recorded and counted: a copy, or what is read from a pickle, begins anew."""
+        return {name: value for name, value in super().__getstate__().items() if name not in _RECORDED}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin_anew()
 
     # -- what the Trainer sets -----------------------------------------------------------------------------------
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_replay import Reason
+from lightning_replay import Reason, ReplayStrategy
 from tests.helpers.bits import assert_same
+from tests.helpers.models import Cycled
 from tests.helpers.trace import rng_states
 from tests.parity.harness import (
     FEATURES,
@@ -148,6 +150,74 @@ def test_copies_in_the_middle_of_a_fit() -> None:
     assert_same(copies[0].state_dict(), copies[2].state_dict())
     assert_same(copies[1].state_dict(), copies[3].state_dict())
     assert all("forward" not in child.__dict__ for child in copies[3].modules())
+
+
+class Picklable(LightningModule):
+    """A module without anything that pickle cannot find again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return classify(self, batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def cycled(steps: int) -> DataLoader:
+    return DataLoader(Cycled(batches(), steps), batch_size=None)
+
+
+class CopyingStrategy(Callback):
+    def __init__(self, copied_by: Any) -> None:
+        self.copied_by, self.copies = copied_by, []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (1, 4):
+            self.copies.append(self.copied_by(trainer.strategy))
+
+
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("scope", ["network", "step"])
+def test_copies_of_the_strategy_begin_anew(copied_by: Any, scope: str) -> None:
+    def scenario(make: Any) -> Any:
+        strategy, module, copying = make(), Picklable(), CopyingStrategy(copied_by)
+        trainer(strategy, callbacks=[copying], gradient_clip_val=0.1).fit(module, cycled(7))
+        assert len(copying.copies) == 2
+        if strategy == "auto":
+            return state_of(module)
+        assert strategy.report().steps_replayed == 4
+        later = copied_by(strategy)
+        for copied in (*copying.copies, later):
+            assert copied.recordings == ()
+            assert copied.report().steps_total == 0
+            assert copied.last_gradient_norm is None
+        trainer(later, gradient_clip_val=0.1).fit(copy.deepcopy(module), cycled(7))
+        assert later.report().steps_replayed == 4
+        assert later.report().norm_replays > 0
+        assert strategy.report().steps_total == 7
+        return state_of(module)
+
+    results = []
+    for make in (lambda: "auto", lambda: ReplayStrategy(scope=scope, warmup_steps=2, backend="tape")):
+        seed_everything(3, verbose=False)
+        results.append(scenario(make))
+    assert_same(results[0]["state"], results[1]["state"])
+
+
+def test_a_strategy_that_has_not_trained_can_be_copied() -> None:
+    strategy = ReplayStrategy(capture_gradient_norm=False, backend="tape", on_native="error")
+
+    for copied in (copy.copy(strategy), copy.deepcopy(strategy), pickled(strategy)):
+        trainer(copied).fit(Learner(mlp()), *loader(batches(), 6))
+        assert copied.report().steps_replayed == 2
+    assert strategy.report().steps_total == 0
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
