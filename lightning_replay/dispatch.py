@@ -304,6 +304,7 @@ class Dispatcher:
         parameters = {id(parameter): name for name, parameter in region.state.parameters.items()}
         if (finding := check_input_aliases(region.name, arguments, parameters)) is not None:
             return Decision(Action.NATIVE, finding)
+        region.state.follow((args, kwargs))
         decision = self._unrecorded(region, slot, key, arguments, modes, counts)
         return decision if changed is None else dataclasses.replace(decision, finding=changed)
 
@@ -376,7 +377,7 @@ class Dispatcher:
             ):
                 actual = f"{type(parameter).__qualname__} on {parameter.device}"
                 return Finding(Reason.UNSUPPORTED_TENSOR, name, f"a plain parameter on {self._device}", actual)
-        if (finding := state.find_iterator()) is not None:
+        if (finding := state.find_obstacle()) is not None:
             return finding
         region.state = state
         region.buffers = GradientBuffers(list(state.parameters.values()))

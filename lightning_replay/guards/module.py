@@ -6,12 +6,10 @@ import copy
 import functools
 import io
 import random
-import sys
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,31 +19,29 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as torch_module
 
 from lightning_replay.engine.interposition import is_interposed
+from lightning_replay.engine.layout import has_memory
 from lightning_replay.guards.changes import Change
+from lightning_replay.guards.contents import (
+    HOOKS,
+    MEMBERS,
+    MUTABLE,
+    SCALARS,
+    TORCH_OWN,
+    UNNAMED,
+    is_container,
+    items,
+    own_code,
+    package_of,
+    same_items,
+    same_value,
+    slots,
+)
 from lightning_replay.guards.layouts import Layouts, Memory
-from lightning_replay.guards.reads import Reads, find_reads, package_of
+from lightning_replay.guards.reads import MAX_DEPTH, find_reads
 from lightning_replay.reasons import Finding, Reason
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TORCH_OWN = frozenset(
-    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
-    | {name for name in torch.nn.Module().__dict__ if name.endswith("_hooks") or "_hooks_" in name}
-)
-_MEMBERS = ("_parameters", "_buffers", "_modules")
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
-_MUTABLE = (list, dict, set, deque)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PYTHON_RANDOM = random.random.__self__  # type: ignore[attr-defined]
-_CONTAINERS = (tuple, *_MUTABLE)
-_NO_CONTAINERS = (Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
-_LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "numpy", "builtins", "weakref", "typing", "logging"})
-
-MAX_DEPTH = 4
-"""How deep containers inside containers are looked into."""
-
-
-MAX_ARRAY_BYTES = 2**16
-"""The size up to which the contents of a NumPy array are compared."""
 
 
 def join(prefix: str, name: str) -> str:
@@ -53,16 +49,16 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def find_hooks(name: str, root: Module) -> Finding | None:
-    """Finds a hook on a module of the tree, or one registered for all modules."""
+def find_hooks(name: str, root: Module, others: Iterable[tuple[str, Module]] = ()) -> Finding | None:
+    """Finds a hook on a module of the tree or on one of the others, or one registered for all modules."""
     if torch_module._has_any_global_hook():
         actual = "a global module hook is registered"
         return Finding(Reason.HOOKS, name, "no hooks on all modules", actual, Change.HOOKS.effect)
-    for path, module in root.named_modules():
-        for kind in _HOOKS:
+    for path, module in (*((join(name, path), module) for path, module in root.named_modules()), *others):
+        for kind in HOOKS:
             if getattr(module, kind):
                 actual = f"{len(getattr(module, kind))} in {kind}"
-                return Finding(Reason.HOOKS, join(name, path), "no hooks", actual, Change.HOOKS.effect)
+                return Finding(Reason.HOOKS, path, "no hooks", actual, Change.HOOKS.effect)
     return None
 
 
@@ -120,7 +116,7 @@ class ModuleState:
         self._named = [(join(name, path), module) for path, module in root.named_modules()]
         self._modules = [module for _, module in self._named]
         self._classes = [type(module) for module in self._modules]
-        self._forwards = {cls: cls.forward for cls in self._classes}
+        self._forwards = {cls: _entries(cls) for cls in self._classes}
         members = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
         self._member_names = [tuple(d) for d in members]
         self._members = [d.values() for d in members if d]  # views: each pass over one reads the dict anew
@@ -128,18 +124,13 @@ class ModuleState:
         self._member_values = list(chain.from_iterable(self._members))
         self._member_identities = identities(self._member_values)
         # Deleting from a container of modules gives it another dict, which the views above know nothing of.
-        self._holders = [d for d in map(vars, self._modules) if d.keys() >= set(_MEMBERS)]
+        self._holders = [d for d in map(vars, self._modules) if d.keys() >= _OWN_READS]
+        self._others = [m for m in self._modules if not vars(m).keys() >= _OWN_READS]  # those of TorchScript
         self._member_dicts = list(self._read_member_dicts())
-        self._left_out = {module: _TORCH_OWN | names for module, names in ignored.items()}
-        # A metric is no part of a network; a forward pass that updates one is refused for setting its attributes.
-        code = [m for m in self._modules if id(m) in ignored or not _is_metric(m)]
-        reads = _find_all_reads(code, (type(root), entry))
-        self._reads = None if every_attribute else reads.names
-        self._variables = reads.variables
-        self._dicts = [module.__dict__ for module in self._modules]
-        self._attributes = [self._read_attributes(module) for module in self._modules]
-        self._prepare_attributes()
-        self._hooks = [getattr(module, kind) for module in self._modules for kind in _HOOKS]
+        self._left_out = {module: TORCH_OWN | names for module, names in ignored.items()}
+        self._every_attribute = every_attribute
+        self._entry = entry
+        self._given: dict[Any, None] = {}
         self.parameters: dict[str, Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         seen: set[int] = set()
@@ -153,15 +144,39 @@ class ModuleState:
         self._tensor_names = [*self.parameters, *self.buffers]
         self._memory = Memory(self._tensors)
         self._layouts = Layouts(self._tensors)
+        self._follow_code()
+
+    def follow(self, arguments: Any) -> None:
+        """Compares from now on also what code may read that arguments of a call bring with them."""
+        given = dict.fromkeys(own_code(arguments))
+        if not given.keys() <= self._given.keys():
+            self._given |= given
+            self._follow_code()
+
+    def _follow_code(self) -> None:
+        """Finds what the code of the modules may read, and prepares its comparison."""
+        # A metric is no part of a network; a forward pass that updates one is refused for setting its attributes.
+        modules = [m for m in self._modules if id(m) in self._left_out or not _is_metric(m)]
+        held = [v for m in modules for k, v in m.__dict__.items() if k not in TORCH_OWN and not is_interposed(v)]
+        reads = find_reads(set(map(type, modules)), [*held, *self._given], (type(self.root), self._entry))
+        self._reads = None if self._every_attribute else reads.names
+        given: list[tuple[str, Callable[[], Any]]] = [
+            (f"{value}", functools.partial(_itself, value)) for value in self._given
+        ]
+        self._variables = (*reads.variables, *_slot_variables(self._named), *given)
+        self._functions = reads.functions
+        self._dicts = [item.__dict__ for item in (*self._modules, *self._functions)]
+        self._attributes = [self._read_attributes(module) for module in self._modules]
+        self._prepare_attributes()
 
     def _read_attributes(self, module: Module) -> dict[str, Any]:
         """Returns the attributes of a module that the comparison is about."""
         reads = self._reads
-        left_out = self._left_out.get(id(module), _TORCH_OWN)
+        left_out = self._left_out.get(id(module), TORCH_OWN)
         return {
             k: v
             for k, v in module.__dict__.items()
-            if k not in left_out and (not is_interposed(v) if k == "forward" else reads is None or k in reads)
+            if k not in left_out and (not is_interposed(v) if k in UNNAMED else reads is None or k in reads)
         }
 
     def named(self) -> list[tuple[str, Module]]:
@@ -171,9 +186,9 @@ class ModuleState:
     def flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Returns training flags of all modules, trainability of parameters and buffers: part of the signature.
 
-        The trainability is what the last comparison saw.
+        They are what the last comparison saw.
         """
-        return tuple(map(_training, self._modules)), self._layouts.trainable
+        return self._training, self._layouts.trainable
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Returns parameters and buffers with their dotted names, in the order of their flags."""
@@ -191,15 +206,15 @@ class ModuleState:
         if any(self._empty_members) or identities(chain.from_iterable(self._members)) != self._member_identities:
             return self._member_difference()
         if any(self._hooks) or torch_module._has_any_global_hook():
-            return find_hooks(self.name, self.root)
+            return find_hooks(self.name, self.root, self._outside)
         if not (self._memory.is_same() and self._layouts.are_same()):
             return self._memory_difference()
         if list(map(type, self._modules)) != self._classes:
             return self._finding(Change.CODE, self.name, "the classes of the modules", "another class")
-        for cls, forward in self._forwards.items():
-            if cls.forward is not forward:
+        for cls, entries in self._forwards.items():
+            if not all(map(is_, _entries(cls), entries)):
                 return self._finding(
-                    Change.CODE, self.name, f"{cls.__qualname__}.forward as recorded", "another function"
+                    Change.CODE, self.name, f"forward and call of {cls.__qualname__} as recorded", "another function"
                 )
         return None if same and self._has_the_same() else self._attribute_difference()
 
@@ -220,7 +235,7 @@ class ModuleState:
         return self._finding(Change.MEMBERS, self.name, "the modules that were recorded", "others")
 
     def _read_member_dicts(self) -> Iterator[Any]:
-        return chain.from_iterable(map(itemgetter(*_MEMBERS), self._holders))
+        return chain.from_iterable(map(itemgetter(*MEMBERS), self._holders))
 
     def _named_members(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for path, module in self._named:
@@ -241,35 +256,49 @@ class ModuleState:
     def _prepare_attributes(self) -> None:
         """Prepares the comparison of attributes and variables: one flat list, and the containers among it.
 
-        The dicts of the members are among the attributes, so that each module is read in one go.
+        Training flags and the dicts of members are among the attributes, so that each module is read in one go.
         """
         holders = set(map(id, self._holders))
         alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for live, attributes in zip(self._dicts, self._attributes, strict=True):
-            if names := (*(_MEMBERS if id(live) in holders else ()), *attributes):
+        for live, attributes in zip(self._dicts, self._attributes, strict=False):
+            if names := (*(_OWN_READS if id(live) in holders else ()), *attributes):
                 alike.setdefault(names, []).append(live)
         # Of a single name an itemgetter would give no tuple.
         self._readers = [(itemgetter(*(names * 2 if len(names) == 1 else names)), d) for names, d in alike.items()]
         self._held = list(self._read_all())
         self._held_identities = identities(self._held)
+        self._training = tuple(map(_training, self._modules))
+        self._others_training = list(map(_training, self._others))
         self._outer = [getter() for _, getter in self._variables]
+        self._code = list(chain.from_iterable(map(_code_of, self._functions)))
         self._sizes = list(map(len, self._dicts))
+        self._outside: list[tuple[str, Module]] = []
         self._containers: list[tuple[str, Any, list[Any]]] = []
+        held = [*self._held, *self._outer]
         seen = set(map(id, self._modules))
         for (path, _), attributes in zip(self._named, self._attributes, strict=True):
             for key, value in attributes.items():
-                self._add_containers(join(path, key), value, seen, 0)
+                self._add_containers(join(path, key), value, held, seen, 0)
         for (name, _), value in zip(self._variables, self._outer, strict=True):
-            self._add_containers(name, value, seen, 0)
-        held = chain(self._held, *(items for _, _, items in self._containers))
-        self._plain = Memory([v for v in held if isinstance(v, Tensor) and v.layout is torch.strided])
+            self._add_containers(name, value, held, seen, 0)
+        for function in self._functions:
+            for value in filter(None, _code_of(function)):  # of what is empty, the size tells
+                self._add_containers(function.__qualname__, value, held, seen, 0)
+        self._hooks = [getattr(m, kind) for m in (*self._modules, *(m for _, m in self._outside)) for kind in HOOKS]
+        compared = set(map(id, self._tensors))
+        tensors = {id(v): v for v in held if isinstance(v, Tensor) and id(v) not in compared and _has_layout(v)}
+        self._plain_memory = Memory([*tensors.values()])
+        self._plain_layouts = Layouts([*tensors.values()])
+        self._plain_trainable = self._plain_layouts.trainable
 
     def _read_all(self) -> Iterator[Any]:
         """Reads the attributes of all modules, those with the same names together."""
         return chain.from_iterable(chain.from_iterable(map(read, dicts) for read, dicts in self._readers))
 
-    def find_iterator(self) -> Finding | None:
-        """Finds something among the attributes that a run would advance, and a replay would not."""
+    def find_obstacle(self) -> Finding | None:
+        """Finds what no recording could depend on: hooks of modules outside of the tree, and what a run advances."""
+        if any(self._hooks):
+            return find_hooks(self.name, self.root, self._outside)
         named = [(join(p, k), v) for (p, _), a in zip(self._named, self._attributes, strict=True) for k, v in a.items()]
         named += [(name, value) for (name, _), value in zip(self._variables, self._outer, strict=True)]
         named += [(path, item) for path, _, items in self._containers for item in items]
@@ -281,16 +310,20 @@ class ModuleState:
                 return Finding(Reason.ATTRIBUTE_WRITTEN, path, "nothing that a run advances", kind)
         return None
 
-    def _add_containers(self, path: str, value: Any, seen: set[int], depth: int) -> None:
-        """Adds a container and those inside it, each object once."""
-        if depth > MAX_DEPTH or id(value) in seen or not _is_container(value):
+    def _add_containers(self, path: str, value: Any, held: list[Any], seen: set[int], depth: int) -> None:
+        """Adds a container and those inside it, each object once, and to what is held all that they hold."""
+        if depth > MAX_DEPTH or id(value) in seen or not is_container(value):
             return
         seen.add(id(value))
-        items = _items(value, self._reads)
-        if not isinstance(value, tuple):  # which is compared where it is held, and holds what it held
-            self._containers.append((path, value, items))
-        for item in items:
-            self._add_containers(path, item, seen, depth + 1)
+        inside = items(value, self._reads)
+        held += inside
+        if isinstance(value, Module):
+            self._outside.append((path, value))
+        if not isinstance(value, (tuple, frozenset)):  # they are compared where they are held, and hold what they held
+            self._containers.append((path, value, inside))
+        for item in inside:
+            # A module is looked into however deep it is.
+            self._add_containers(path, item, held, seen, depth + (not isinstance(value, Module)))
 
     def _holds_the_same(self) -> bool:
         """Tells whether attributes, and the dicts of members, are the very objects that they were."""
@@ -303,10 +336,20 @@ class ModuleState:
         """Tells whether nothing was added to the attributes, and variables and all that is held are as they were."""
         return (
             list(map(len, self._dicts)) == self._sizes
-            and all(getter() is earlier for (_, getter), earlier in zip(self._variables, self._outer, strict=True))
-            and self._plain.is_same()
-            and all(_same_items(value, items, self._reads) for _, value, items in self._containers)
+            and list(map(_training, self._others)) == self._others_training
+            and all(map(is_, [getter() for _, getter in self._variables], self._outer))
+            and all(map(is_, chain.from_iterable(map(_code_of, self._functions)), self._code))
+            and self._has_the_same_tensors()
+            and all(same_items(value, inside, self._reads) for _, value, inside in self._containers)
         )
+
+    def _has_the_same_tensors(self) -> bool:
+        """Tells whether tensors other than parameters and buffers are where and as they were."""
+        if not self._plain_trainable:
+            return True
+        if not (self._plain_memory.is_same() and self._plain_layouts.are_same()):
+            return False
+        return self._plain_layouts.trainable == self._plain_trainable
 
     def _attribute_difference(self) -> Finding | None:
         """Finds an attribute, a variable or something held that has another value, not only another object."""
@@ -314,21 +357,24 @@ class ModuleState:
         for index, module in enumerate(self._modules):
             stored, now = self._attributes[index], self._read_attributes(module)
             for key in (*stored, *now):
-                if not (key in stored and key in now and _same_value(stored[key], now[key])):
+                if not (key in stored and key in now and same_value(stored[key], now[key])):
                     where = join(self._named[index][0], key)
                     return self._finding(
                         Change.ATTRIBUTE, where, _show(stored.get(key, _MISSING)), _show(now.get(key, _MISSING))
                     )
             self._attributes[index] = now
         for (name, _), earlier, value in zip(self._variables, self._outer, outer, strict=True):
-            if not _same_value(earlier, value):
+            if not same_value(earlier, value):
                 return self._finding(Change.VARIABLE, name, _show(earlier), _show(value))
-        if not self._plain.is_same():
-            return self._finding(
-                Change.CONTENTS, self.name, "tensors among the attributes where they were", "other memory of one"
-            )
-        for path, container, items in self._containers:
-            if not _same_items(container, items, self._reads):
+        code = zip(*[iter(self._code)] * len(_CODE), strict=True)
+        for function, earlier in zip(self._functions, code, strict=True):
+            if not all(map(is_, _code_of(function), earlier)):
+                return self._finding(Change.CODE, function.__qualname__, "code and defaults as recorded", "others")
+        if not self._has_the_same_tensors():
+            actual = "another memory, layout or trainability of one"
+            return self._finding(Change.CONTENTS, self.name, "tensors among the attributes as they were", actual)
+        for path, container, inside in self._containers:
+            if not same_items(container, inside, self._reads):
                 return self._finding(Change.CONTENTS, path, "the contents as recorded", "other contents")
         self._prepare_attributes()  # equal values in new objects, or an attribute that nothing reads
         return None
@@ -338,40 +384,25 @@ def _is_metric(module: Module) -> bool:
     return any(package_of(base) == "torchmetrics" for base in type(module).__mro__)
 
 
-def _find_all_reads(modules: Sequence[Module], entry: tuple[type, FunctionType | None]) -> Reads:
-    """Returns what the forward passes of modules may read, in the code of the objects too that they read."""
-    classes = set(map(type, modules))
-    held = [v for m in modules for k, v in m.__dict__.items() if k not in _TORCH_OWN and not is_interposed(v)]
-    types, functions = _held_code(held)
-    reads = find_reads(classes, types, functions, entry)
-    # Of what globals and closures hold, code of the packages that the modules come from is looked into.
-    packages = {package_of(cls) for cls in classes} - _LIBRARIES
-    more_types, more_functions = _held_code([getter() for _, getter in reads.variables])
-    types |= {cls for cls in more_types if package_of(cls) in packages}
-    functions |= {function for function in more_functions if package_of(function) in packages}
-    return find_reads(classes, types, functions, entry)
+def _itself(value: Any) -> Any:
+    return value
 
 
-def _held_code(values: Sequence[Any]) -> tuple[set[type], set[FunctionType]]:
-    """Returns the classes of the objects, and the functions, among values and in them: their code may run."""
-    types: set[type] = set()
-    functions: set[FunctionType] = set()
-    pending = [(value, 0) for value in values]
-    seen: set[int] = set()
-    while pending:
-        value, depth = pending.pop()
-        if isinstance(value, functools.partial):
-            pending += [(item, depth) for item in (value.func, *value.args, *value.keywords.values())]
-        value = getattr(value, "__func__", value)
-        if isinstance(value, FunctionType) and package_of(value) not in _LIBRARIES:
-            functions.add(value)
-        if depth > MAX_DEPTH or id(value) in seen or not _is_container(value):
-            continue
-        seen.add(id(value))
-        if package_of(type(value)) not in sys.stdlib_module_names:
-            types.add(type(value))
-        pending += [(item, depth + 1) for item in _items(value, None)]
-    return types, functions
+_CODE = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_code_of = attrgetter(*_CODE)
+_entries = attrgetter("forward", "__call__", "_call_impl")
+
+
+def _slot_variables(named: Iterable[tuple[str, Module]]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields name and getter of what modules keep in slots, apart from their other attributes."""
+    for path, module in named:
+        kind: Any = type(module)
+        for slot in slots(kind):
+            yield join(path, slot), functools.partial(getattr, module, slot, None)
+
+
+def _has_layout(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and has_memory(tensor)
 
 
 class _Missing:
@@ -382,70 +413,12 @@ class _Missing:
 _MISSING = _Missing()
 
 
-def _is_container(value: Any) -> bool:
-    """Tells whether a value holds others that matter: a builtin container, or an instance of a user's own class."""
-    if isinstance(value, _CONTAINERS):
-        return True
-    if isinstance(value, (Module, np.ndarray)):
-        return True
-    if isinstance(value, _NO_CONTAINERS) or not (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
-        return False
-    return package_of(type(value)) not in _LIBRARIES
-
-
-def _items(container: Any, names: frozenset[str] | None) -> list[Any]:
-    """Returns what a container holds; of an object the attributes with these names."""
-    if isinstance(container, dict):
-        return [*container.keys(), *container.values()]
-    if isinstance(container, _CONTAINERS):
-        return list(container)
-    if isinstance(container, np.ndarray):
-        return [container.tobytes()] if container.nbytes <= MAX_ARRAY_BYTES and not container.dtype.hasobject else []
-    attributes = _attributes(container)
-    if isinstance(container, Module):
-        own = [item for k in ("_parameters", "_buffers", "_modules") for item in attributes[k].values()]
-        attributes = {k: v for k, v in attributes.items() if k not in _TORCH_OWN}
-        return [*own, container.training, *_named(attributes, names)]
-    return _named(attributes, names)
-
-
-def _named(attributes: dict[str, Any], names: frozenset[str] | None) -> list[Any]:
-    return [item for k, v in attributes.items() if names is None or k in names for item in (k, v)]
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object, those in slots included."""
-    slots = [slot for base in type(value).__mro__ for slot in _slots(base)]
-    inside = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
-    return {**inside, **getattr(value, "__dict__", {})}
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = vars(cls).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
-def _same_items(container: Any, items: list[Any], names: frozenset[str] | None) -> bool:
-    live = _items(container, names)
-    return len(live) == len(items) and (all(map(is_, live, items)) or all(map(_same_value, live, items)))
-
-
-def _same_value(left: Any, right: Any) -> bool:
-    if left is right:
-        return True
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, float):
-        return bool(left.hex() == right.hex())
-    return isinstance(left, _SCALARS) and bool(left == right)
-
-
 def _show(value: Any) -> str:
-    return repr(value) if isinstance(value, _SCALARS) or value is _MISSING else f"a {type(value).__qualname__}"
+    return repr(value) if isinstance(value, SCALARS) or value is _MISSING else f"a {type(value).__qualname__}"
 
 
 _training = attrgetter("training")
+_OWN_READS = {*MEMBERS, "training"}
 
 
 class AttributeWatch:
@@ -473,7 +446,7 @@ class AttributeWatch:
             (value, copy.copy(value))
             for _, attributes in self._saved
             for value in attributes.values()
-            if isinstance(value, _MUTABLE)
+            if isinstance(value, MUTABLE)
         ]
 
     def difference(self) -> Finding | None:

@@ -10,7 +10,7 @@ from types import CodeType, FunctionType
 
 from torch.nn import Module
 
-from lightning_replay.guards.reads import package_of
+from lightning_replay.guards.contents import package_of
 
 _EVERYTHING = frozenset({"locals", "vars", "eval", "exec"})
 """What gives access to a variable without naming it."""

@@ -7,24 +7,25 @@ is watched like an attribute.
 """
 
 import functools
+import opcode
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch.nn import Module
 
+from lightning_replay.guards.contents import is_container, is_library, items, package_of
+
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "eval", "exec", "hasattr", "attrgetter", "__getattribute__"})
-_LIBRARIES = frozenset(
-    {"torch", "torchmetrics", "numpy", "math", "builtins"}
-    | {"lightning", "lightning_fabric", "lightning_replay", "lightning_utilities", "pytorch_lightning"}
-)
+_CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
+"""Methods that torch calls: of a module, of a function of autograd."""
+_NOT_CALLED = frozenset({"__del__", "__dir__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"})
+_MATCH_CLASS = opcode.opmap["MATCH_CLASS"]
 
-
-def package_of(item: Any) -> str:
-    """Returns the top-level package that a class or function was defined in."""
-    return (item.__module__ or "").split(".")[0]
+MAX_DEPTH = 4
+"""How deep containers inside containers are looked into."""
 
 
 @dataclass(frozen=True)
@@ -34,130 +35,190 @@ class Reads:
     Attributes:
         names: Attribute names; None if code looks attributes up dynamically and may read any.
         variables: Name and getter of each global and closure variable.
+        functions: Whose code that is: another body or other defaults would read something else.
     """
 
     names: frozenset[str] | None
     variables: tuple[tuple[str, Callable[[], Any]], ...]
+    functions: tuple[FunctionType, ...] = ()
 
 
-_Variables = dict[Any, tuple[str, Callable[[], Any]]]
+_Variable = tuple[Any, tuple[str, Callable[[], Any]]]
 
 
 def find_reads(
     classes: Iterable[type],
-    types: Iterable[type] = (),
-    functions: Iterable[FunctionType] = (),
+    held: Iterable[Any] = (),
     entry: tuple[type, FunctionType | None] = (Module, None),
 ) -> Reads:
     """Returns what the forward passes of these module classes may read.
 
-    Methods and properties reachable by name from a forward pass, and Python functions it refers to by a global name,
-    are followed; the code of torch and Lightning is trusted to read nothing that changes. The names are an upper bound:
-    a name counts wherever it appears.
+    Methods and properties with a name that appears in code that may run, and functions, classes and objects that code
+    refers to, are followed; the code of torch, Lightning and the standard library is trusted to read nothing that
+    changes. All of it is an upper bound: a name counts wherever it appears.
 
     Args:
         classes: The classes of the modules.
-        types: Classes of objects that the modules hold; their methods may be called.
-        functions: Functions that the modules hold.
+        held: What the modules hold; its code may run.
         entry: A class, and a function of it that runs too.
     """
-    names: set[str] | None = set()
-    variables: _Variables = {}
-    others = tuple(sorted(set(types), key=id))
-    starts: list[tuple[type, FunctionType | None]] = [(cls, None) for cls in classes] + [
-        (Module, function) for function in functions
-    ]
-    starts += [entry] if entry[1] is not None else []
-    for cls, function in starts:
-        found, more = _reads_of(cls, function, others)
-        names = None if names is None or found is None else names | found
-        variables |= more
-    return Reads(None if names is None else frozenset(names), tuple(variables.values()))
+    code = _Code()
+    for cls in classes:
+        code.add_class(cls)
+        code.dynamic |= _looks_attributes_up(cls)
+    for value in (*held, entry[1]):
+        code.add(value)
+    code.follow()
+    return Reads(None if code.dynamic else frozenset(code.names), tuple(code.variables()), tuple(code.functions))
 
 
-@functools.lru_cache(maxsize=4096)
-def _reads_of(
-    cls: type, start: FunctionType | None, others: tuple[type, ...]
-) -> tuple[frozenset[str] | None, _Variables]:
-    names: set[str] = set()
-    dynamic = any(_looks_attributes_up(owner) for owner in (cls, *others))
-    variables: _Variables = {}
-    pending: list[Any] = [start] if start is not None else _definitions(cls, "forward")
-    if start is None and cls.__call__ is not Module.__call__:
-        pending += _definitions(cls, "__call__")
-    for other in others:
-        for name in _implicit_methods(other):
-            pending += _definitions(other, name)
-    done: set[FunctionType] = set()
-    while pending:
-        item = pending.pop()
-        if not isinstance(item, FunctionType):
-            pending += _inner(item)
-            continue
-        if item in done:
-            continue
-        done.add(item)
-        pending += _inner(item)
-        library = package_of(item) in _LIBRARIES
-        if library and not _is_method(cls, item):
-            continue
-        for code in _codes(item.__code__):
-            dynamic |= not library and not _DYNAMIC.isdisjoint(code.co_names)
-            names.update(code.co_names)
-            for name in code.co_names:
-                for owner in (cls, *others):
-                    # A run makes new objects, but not its module anew.
-                    pending += _definitions(owner, name) if owner is not cls or name != "__init__" else ()
-                if not library and name in item.__globals__:
-                    pending.append(item.__globals__[name])
-            if not library:
-                variables.update(_variables(item, code))
-    for owner in (cls, *others):
-        variables.update(_class_members(owner, names))
-    return None if dynamic else frozenset(names), variables
+class _Code:
+    """Code that may run: grows until nothing that it names leads to more."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.dynamic = False
+        self.functions: dict[FunctionType, None] = {}
+        self._variables: dict[Any, tuple[str, Callable[[], Any]]] = {}
+        self._classes: dict[type, None] = {}
+        self._members: dict[str, list[Any]] = {}
+        self._methods: set[FunctionType] = set()  # of torch's modules: they are followed for the names they read
+        self._seen: dict[int, Any] = {}
+        self._pending: list[tuple[Any, int]] = []
+
+    def add(self, value: Any, depth: int = 0) -> None:
+        """Adds what code may call, or find something to call in."""
+        self._pending.append((value, depth))
+
+    def follow(self) -> None:
+        """Looks at what was added, and at all that this leads to."""
+        while self._pending:
+            value, depth = self._pending.pop()
+            if depth > MAX_DEPTH or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            if isinstance(value, FunctionType):
+                self._add_function(value)
+            elif isinstance(value, type):
+                self.add_class(value)
+            elif isinstance(value, ModuleType):
+                self._add_members(vars(value) if not is_library(value.__name__.split(".")[0]) else {})
+            elif is_container(value):
+                self._add_object(value, depth)
+            for inner in _inner(value):
+                self.add(inner)
+
+    def variables(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Yields name and getter of what is read in places that have no attributes: globals, closures, classes."""
+        members = [member for cls in self._classes for member in _class_members(cls, self.names)]
+        yield from (self._variables | dict(members)).values()
+
+    def add_class(self, cls: type) -> None:
+        """Adds a class: what torch or Python calls of it, and whatever else code will be found to name."""
+        is_module = issubclass(cls, Module)
+        if cls in self._classes or (is_library(package_of(cls)) and not is_module):
+            return
+        self._classes[cls] = None
+        for base in cls.__mro__:
+            if base in (Module, object) or (is_library(package_of(base)) and not is_module):
+                continue
+            # A run makes new objects, but not its module anew.
+            self._add_members({k: v for k, v in vars(base).items() if not (is_module and k == "__init__")})
+            if is_library(package_of(base)):
+                members = [f for member in vars(base).values() for f in (member, *_inner(member))]
+                self._methods.update(f for f in members if isinstance(f, FunctionType))
+        called = {"forward", "__call__"} if is_library(package_of(cls)) else _implicit_methods(cls)
+        for name in called:
+            for value in _definitions(cls, name):
+                self.add(value)
+        self.add(type(cls))
+
+    def _add_members(self, members: dict[str, Any]) -> None:
+        for name, member in members.items():
+            self._members.setdefault(name, []).append(member)
+            if name in self.names:
+                self.add(member)
+
+    def _add_names(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.names:
+                self.names.add(name)
+                for member in self._members.get(name, ()):
+                    self.add(member)
+
+    def _add_object(self, value: Any, depth: int) -> None:
+        self.dynamic |= _looks_attributes_up(type(value))
+        self.add(type(value))
+        for item in items(value, None):
+            self.add(item, depth + (not isinstance(value, Module)))  # a module is looked into however deep it is
+
+    def _add_function(self, function: FunctionType) -> None:
+        codes = list(_codes(function.__code__))
+        names = {name for code in codes for name in _names(code)}
+        if is_library(package_of(function)):
+            if function in self._methods:
+                self._add_names(names)
+            return
+        self.functions[function] = None
+        self.dynamic |= not _DYNAMIC.isdisjoint(names)
+        self._add_names(names)
+        for key, (path, get) in _read_by(function, names):
+            self._variables[key] = path, get
+            self.add(get())
+        for value in (function.__defaults__, function.__kwdefaults__, vars(function)):
+            self.add(value)
 
 
-def _variables(function: FunctionType, code: CodeType) -> Iterator[tuple[Any, tuple[str, Callable[[], Any]]]]:
-    """Yields the global variables a code object names, those of modules and classes it names, and closure variables."""
-    where = function.__module__
-    for name in code.co_names:
-        if name not in function.__globals__:
-            continue
-        value = function.__globals__[name]
-        yield (id(function.__globals__), name), (f"{where}.{name}", functools.partial(function.__globals__.get, name))
-        yield from _inside(where, name, value, code.co_names)
-    for name in code.co_names:  # imported by the function itself
-        if name not in function.__globals__ and name in sys.modules:
-            yield from _inside(where, name, sys.modules[name], code.co_names)
-    yield id(function), (f"{function.__qualname__}'s defaults", functools.partial(getattr, function, "__defaults__"))
+def _names(code: CodeType) -> Iterator[str]:
+    """Yields the names in code, those in patterns (`case Point(x=0)`) included."""
+    yield from code.co_names
+    if _MATCH_CLASS in code.co_code[::2]:
+        for constant in code.co_consts:
+            if isinstance(constant, tuple):
+                yield from (name for name in constant if isinstance(name, str))
+
+
+def _read_by(function: FunctionType, names: set[str]) -> Iterator[_Variable]:
+    """Yields the global variables that a function names, what it names in Python's modules, and closure variables."""
+    where, variables = function.__module__, function.__globals__
+    for name in names:
+        if name in variables:
+            yield (id(variables), name), (f"{where}.{name}", functools.partial(variables.get, name))
+            yield from _inside(f"{where}.{name}", variables[name], names)
+        else:  # imported by the function itself
+            for path in (name, f"{variables.get('__package__')}.{name}"):
+                yield from _inside(f"{where}.{name}", sys.modules.get(path), names)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield id(cell), (f"{function.__qualname__}.<{name}>", functools.partial(_contents, cell))
+        yield from _inside(f"{function.__qualname__}.<{name}>", _contents(cell), names)
 
 
-def _inside(
-    where: str, name: str, value: Any, names: Iterable[str], depth: int = 3
-) -> Iterator[tuple[Any, tuple[str, Callable[[], Any]]]]:
-    """Yields what a module or class holds under names that code uses, and what modules and classes in it do."""
-    if not isinstance(value, (ModuleType, type)) or not depth:
-        return
-    package = value.__name__.split(".")[0] if isinstance(value, ModuleType) else package_of(value)
-    if package in _LIBRARIES or package in sys.stdlib_module_names:
-        return
-    for inner in names:
-        if inner in vars(value):
-            path = f"{where}.{name}.{inner}"
-            yield (id(value), inner), (path, functools.partial(vars(value).get, inner))
-            yield from _inside(f"{where}.{name}", inner, vars(value)[inner], names, depth - 1)
+def _inside(where: str, value: Any, names: set[str]) -> Iterator[_Variable]:
+    """Yields what a module of Python holds under names that code uses, and what modules in it do.
+
+    Of a library these are functions and classes only: someone may put others in their place.
+    """
+    places = [(where, value)]
+    seen: set[int] = set()
+    for place, module in places:
+        if not isinstance(module, ModuleType) or id(module) in seen:
+            continue
+        seen.add(id(module))
+        variables = vars(module)
+        for name in names & variables.keys():
+            path, inner = f"{place}.{name}", variables[name]
+            places.append((path, inner))
+            if callable(inner) or not is_library(module.__name__.split(".")[0]):
+                yield (id(variables), name), (path, functools.partial(variables.get, name))
 
 
-def _class_members(cls: type, names: Iterable[str]) -> Iterator[tuple[Any, tuple[str, Callable[[], Any]]]]:
+def _class_members(cls: type, names: Iterable[str]) -> Iterator[_Variable]:
     """Yields what classes of a user's own hold under names that are read: class attributes and methods."""
     bases = _own_bases(cls)
-    for name in names:
-        if any(name in base.__dict__ for base in bases):
-            for base in bases:
-                path = f"{base.__module__}.{base.__qualname__}.{name}"
-                yield (id(base), name), (path, functools.partial(vars(base).get, name))
+    for name in {name for base in bases for name in vars(base)} & {*names, *_implicit_methods(cls)}:
+        for base in bases:
+            path = f"{base.__module__}.{base.__qualname__}.{name}"
+            yield (id(base), name), (path, functools.partial(vars(base).get, name))
 
 
 def _contents(cell: CellType) -> Any:
@@ -177,9 +238,11 @@ def _inner(item: Any) -> list[Any]:
     """Returns what is called when something is called: what a method, a property, a partial or a decorator wraps."""
     if isinstance(item, property):
         return [item.fget]
-    if isinstance(item, (staticmethod, classmethod, MethodType)):
+    if isinstance(item, (staticmethod, classmethod)):
         return [item.__func__]
-    if isinstance(item, (functools.partial, functools.partialmethod, functools.cached_property)):
+    if isinstance(item, BuiltinFunctionType):
+        return [] if isinstance(item.__self__, (Module, ModuleType)) else [item.__self__]
+    if isinstance(item, (functools.partialmethod, functools.cached_property)):
         return [item.func]
     if isinstance(item, functools.singledispatchmethod):
         return [item.func, *item.dispatcher.registry.values()]
@@ -190,15 +253,9 @@ def _inner(item: Any) -> list[Any]:
     return [inner for inner in kept if isinstance(inner, (FunctionType, MethodType, functools.partial))]
 
 
-def _is_method(cls: type, function: FunctionType) -> bool:
-    """Tells whether a function is a method, or the getter of a property, of a class."""
-    members = (member for base in cls.__mro__ for member in vars(base).values())
-    return any(function is member or any(function is inner for inner in _inner(member)) for member in members)
-
-
 def _own_bases(cls: type) -> list[type]:
     """Returns a class and its bases as far as no library defines them."""
-    return [base for base in cls.__mro__ if package_of(base) not in _LIBRARIES]
+    return [base for base in cls.__mro__ if not is_library(package_of(base))]
 
 
 def _looks_attributes_up(cls: type) -> bool:
@@ -206,10 +263,15 @@ def _looks_attributes_up(cls: type) -> bool:
     return any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in _own_bases(cls))
 
 
-def _implicit_methods(cls: type) -> list[str]:
-    """Returns the methods of an object's class that run without being named: calls, operators, a module's forward."""
-    names = {name for base in _own_bases(cls) for name in vars(base) if name.startswith("__") and name.endswith("__")}
-    return sorted((names | {"__call__", "forward"}) - {"__init__", "__new__", "__repr__", "__eq__", "__hash__"})
+def _implicit_methods(cls: type) -> set[str]:
+    """Returns the methods of a class that run without being named: calls, operators, a module's forward."""
+    own = {name: value for base in _own_bases(cls) for name, value in vars(base).items()}
+    names = {name for name, value in own.items() if name.startswith("__") and isinstance(value, _METHODS)}
+    not_called = {*_NOT_CALLED, "__init__", "__new__", "__repr__"} if issubclass(cls, Module) else _NOT_CALLED
+    return (names | _CALLED | {"__call__"}) - not_called
+
+
+_METHODS = (FunctionType, staticmethod, classmethod, property)
 
 
 def _codes(code: CodeType) -> Iterable[CodeType]:
