@@ -26,6 +26,7 @@ from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import RecordingStats
 from lightning_replay.runner.calls import Sample
 from lightning_replay.runner.modules import is_compiled
+from lightning_replay.runner.watching import BackwardWatch
 
 MIN_OPERATIONS = 8
 """Forward operations below which a part of a network does not pay for its own replay."""
@@ -130,8 +131,14 @@ class Maker:
                 native_runs += 1
                 sample.before.restore()
                 inspector.begin()
-                with inspector if watch and inspects else constants():
-                    watching = (inspector.begin_forward, inspector.end_forward) if watch else ()
+                backward = BackwardWatch(region.name, self._backend.device)
+
+                def end_forward() -> None:
+                    inspector.end_forward()
+                    backward.begin()
+
+                with inspector if watch and inspects else constants(), backward:
+                    watching = (inspector.begin_forward, end_forward) if watch else ()
                     try:
                         reference = recorder.run_reference(*watching)
                     except Exception as error:
@@ -140,6 +147,8 @@ class Maker:
                         raise CaptureError(inspector.finding) from error  # TorchScript makes errors its own
                 if inspector.finding is not None:  # the region has caught the error, or there was none
                     raise CaptureError(inspector.finding)
+                if backward.finding is not None:
+                    raise CaptureError(backward.finding)
                 trial = self._trial(
                     sample, reference.outputs, reference.gradients, reference.input_gradients, trainable
                 )

@@ -2,8 +2,11 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """Gradients: who sees them, who keeps them, and what else is differentiated in a step."""
 
+import random
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -403,3 +406,59 @@ def test_autograd_of_a_replayed_step_works_in_the_thread_that_asks() -> None:
     assert seen[: len(trace.actions)] == [True] * len(trace.actions), "the native run"
     assert seen[len(trace.actions) :] == [action != "replay" for action in trace.actions]
     assert torch._C._is_multithreading_enabled()
+
+
+class Noisy(torch.autograd.Function):
+    """Scales gradients by a number that Python draws."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * random.random()
+
+
+class NoisyByNumpy(Noisy):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float(np.random.rand())
+
+
+class Talking(Noisy):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        print("a gradient has come")
+        return gradient
+
+
+class Timed(Noisy):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        time.perf_counter()
+        return gradient.clone()
+
+
+class Through(nn.Module):
+    """A network whose gradients pass a function with a backward of its own."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.inner, self.function = mlp(), function
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.function.apply(self.inner(inputs))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (Noisy, Reason.HOST_RANDOM),
+        (NoisyByNumpy, Reason.HOST_RANDOM),
+        (Talking, Reason.HOST_EFFECT),
+        (Timed, Reason.HOST_EFFECT),
+    ],
+)
+def test_python_in_the_backward_of_a_function(function: Any, reason: Reason) -> None:
+    check_native(lambda: Learner(Through(function)), reason, where="back")
