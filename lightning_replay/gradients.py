@@ -21,7 +21,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import sub
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,8 +31,12 @@ from torch.nn import Parameter
 from lightning_replay.engine.backend import Graph, GraphBackend, Pool
 from lightning_replay.engine.layout import allocate_gradient, copy_all
 
+_COUNTS = 4
+"""How many of the things compared for each buffer are counts of references."""
+
 _storage_use_count = torch._C._storage_Use_Count
 _tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
+_requires_grad = attrgetter("requires_grad")
 
 
 class GradientBuffers:
@@ -53,7 +57,7 @@ class GradientBuffers:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._handles: dict[int, int] = {}
         self._expected: dict[tuple[int, ...], list[list[int]]] = {}
-        self._alone: dict[int, tuple[int, ...]] = {}
+        self._alone: dict[int, tuple[Any, ...]] = {}
 
     def provide(self, positions: Iterable[int]) -> None:
         """Allocates the buffers at these positions that do not exist yet."""
@@ -65,7 +69,7 @@ class GradientBuffers:
                 self._alone[i] = self._count(i)
                 self._expected.clear()
 
-    def _count(self, position: int) -> tuple[int, ...]:
+    def _count(self, position: int) -> tuple[Any, ...]:
         return next(zip(*self._references([self.buffers[position]], [position]), strict=True))
 
     @contextlib.contextmanager
@@ -76,16 +80,20 @@ class GradientBuffers:
         """
         if positions is None:
             positions = list(self._alone)
-        before = [self._count(i) for i in positions]
+        before = [self._count(i)[:_COUNTS] for i in positions]
         yield
-        added = [tuple(map(sub, self._count(i), count)) for i, count in zip(positions, before, strict=True)]
+        added = [
+            tuple(now - then for now, then in zip(self._count(i)[:_COUNTS], count, strict=True))
+            for i, count in zip(positions, before, strict=True)
+        ]
         if any(map(any, added)):
             self._expect(positions, added, 1)
             weakref.finalize(owner, self._expect, positions, added, -1)
 
     def _expect(self, positions: Sequence[int], added: Sequence[tuple[int, ...]], sign: int) -> None:
         for i, more in zip(positions, added, strict=True):
-            self._alone[i] = tuple(count + sign * change for count, change in zip(self._alone[i], more, strict=True))
+            counts = (count + sign * change for count, change in zip(self._alone[i][:_COUNTS], more, strict=True))
+            self._alone[i] = (*counts, *self._alone[i][_COUNTS:])
         self._expected.clear()
 
     def at(self, position: int) -> Tensor:
@@ -94,11 +102,11 @@ class GradientBuffers:
         assert buffer is not None
         return buffer
 
-    def _references(self, buffers: list[Any], positions: Sequence[int]) -> tuple[Iterator[int], ...]:
+    def _references(self, buffers: list[Any], positions: Sequence[int]) -> tuple[Iterator[Any], ...]:
         """Counts who refers to buffers: Python and C++ to the tensors, Python and C++ to the memory.
 
-        The address comes with them, as `.grad.data = ...` gives a buffer other memory. One pass in C for each: this
-        runs every step for every parameter.
+        The address comes with them, as `.grad.data = ...` gives a buffer other memory, and what else can be changed of
+        a gradient in place. One pass in C for each: this runs every step for every parameter.
         """
         return (
             map(sys.getrefcount, buffers),
@@ -106,10 +114,13 @@ class GradientBuffers:
             map(sys.getrefcount, map(self._storages.__getitem__, positions)),
             map(_storage_use_count, map(self._handles.__getitem__, positions)),
             map(Tensor.data_ptr, buffers),
+            map(Tensor.size, buffers),
+            map(Tensor.stride, buffers),
+            map(_requires_grad, buffers),
         )
 
     def held(self, positions: Sequence[int]) -> bool:
-        """Tells whether anyone but this object refers to any of these buffers or their memory."""
+        """Tells whether anyone but this object refers to any of these buffers or their memory, or has changed one."""
         positions = tuple(positions)
         if (alone := self._expected.get(positions)) is None:
             alone = list(map(list, zip(*(self._alone[i] for i in positions), strict=True)))
@@ -159,8 +170,9 @@ class Publication:
         return graph
 
     def is_possible(self) -> bool:
-        """Tells whether the buffers are free: no `.grad` alive, nothing kept."""
-        return all(p.grad is None for p in self.parameters) and not self.buffers.held(self.positions)
+        """Tells whether the buffers are free: no `.grad` alive, nothing kept, and no parameter frozen meanwhile."""
+        free = all(p.grad is None and p.requires_grad for p in self.parameters)
+        return free and not self.buffers.held(self.positions)
 
     def publish(self) -> None:
         """Replays the copy and binds the buffers."""
@@ -197,6 +209,10 @@ def hand_over(
         total = parts[0]
         for part in parts[1:]:
             total = total + part
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            parameter.grad = total + parameter.grad  # a sparse one cannot hold the sum
+            fresh += 1
+            continue
         if parameter.grad is not None:
             live.append(parameter.grad)
             added.append(total)

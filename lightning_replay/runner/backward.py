@@ -326,6 +326,8 @@ class BackwardPass:
                     owners.setdefault(parameter, (buffers, position))
                     if position in recording.several_uses:
                         several[parameter] = pending.region
+        # What was frozen since the forward pass gets nothing, as AccumulateGrad asks at the end too.
+        contributions = {p: parts for p, parts in contributions.items() if p.requires_grad}
         for parameter, parts in contributions.items():
             region = several.get(parameter)
             if region is not None and len(parts) + (parameter in shared) > 1:

@@ -591,6 +591,8 @@ class Runner:
             return  # refused or retired since, by another call of the same step
         if self._dispatcher.hidden_state is not None:
             return  # found in another call of the same step
+        if not self._dispatcher.still_fits(region, sample.key):
+            return  # something was frozen, or put into another mode, between forward and backward
         made = self._maker.make(sample, self._dispatcher.step)
         if isinstance(made, Finding):
             self.refuse(region, made)

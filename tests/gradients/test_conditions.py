@@ -138,6 +138,81 @@ def test_a_callback_gives_gradients_other_memory() -> None:
     check_counts(trace, (1, 0, 3))
 
 
+class ReshapesDiscarded(Callback):
+    """Changes the layout of a gradient that nobody needs any more, in place."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        for parameter in pl_module.parameters():
+            gradient, parameter.grad = parameter.grad, None
+            gradient.unsqueeze_(0)
+
+
+class MakesTrainable(Callback):
+    """Has gradients require gradients, as code that differentiates twice does."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.requires_grad_(True)
+
+
+class SeesTrainable(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        assert not any(parameter.grad.requires_grad for parameter in pl_module.parameters())
+
+
+@pytest.mark.parametrize("changes", [ReshapesDiscarded, MakesTrainable])
+def test_a_callback_changes_gradients_in_place(changes: type[Callback]) -> None:
+    trace = check_replayed(lambda: Learner(mlp()), callbacks=lambda: [changes(), SeesTrainable()])
+
+    # The first step that publishes is the last one whose gradients are as the buffers were made.
+    check_counts(trace, (1, 0, 3))
+
+
+class FreezesBeforeBackward(Callback):
+    """Freezes a parameter between forward and backward."""
+
+    without: list[int]
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if trainer.global_step % 2:
+            next(pl_module.parameters()).requires_grad_(False)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        first = next(pl_module.parameters())
+        if batch_idx == 0:
+            self.without = []
+        if first.grad is None:
+            self.without.append(batch_idx)
+        first.requires_grad_(True)
+
+
+@pytest.mark.parametrize(("window", "without"), [(1, [1, 3, 5]), (2, [2, 3, 6])])
+def test_a_parameter_frozen_before_the_backward(window: int, without: list[int]) -> None:
+    arms: list[FreezesBeforeBackward] = []
+
+    def callbacks() -> list[Callback]:
+        arms.append(FreezesBeforeBackward())
+        return [arms[-1]]
+
+    check_replayed(lambda: Learner(mlp()), callbacks=callbacks, accumulate_grad_batches=window, gradient_clip_val=None)
+
+    assert [arm.without for arm in arms] == [without, without]
+
+
+class SetsSparse(Callback):
+    """Sets a sparse gradient for the next one to be added to."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad = torch.full_like(parameter.detach(), 0.5).to_sparse()
+
+
+def test_a_sparse_gradient_is_added_to() -> None:
+    trace = check_replayed(lambda: Learner(mlp()), callbacks=lambda: [SetsSparse()], gradient_clip_val=None)
+
+    check_counts(trace, (0, 0, 4))
+
+
 # -- hooks of the module in place of Lightning's
 
 
