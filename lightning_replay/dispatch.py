@@ -251,6 +251,12 @@ class Dispatcher:
         slot.sightings[key] = self._warmup_steps - 1
         slot.attempts.pop(key, None)
 
+    def still_fits(self, region: Region, key: Any) -> bool:
+        """Tells whether training flags and trainability are still those of a signature of the current step."""
+        assert region.state is not None
+        region.state.difference()  # which brings the flags up to date
+        return bool(key[-1] == region.state.flags())
+
     def look_for_hidden_state(self, networks: Iterable[tuple[str, RNNBase]]) -> None:
         """Makes every call native for good if an RNN has state that a recording would disturb."""
         self.hidden_state = self.hidden_state or find_hidden_state(networks, self._device)

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Where many tensors lie, with which shapes, strides and dtypes: compared before each replay.
-
-torch has functions that compare all of them in one call. They are not public; where one is missing, or does not see
-what is asked of it, the tensors are read one by one.
-"""
+"""Where many tensors lie, with which shapes, strides and dtypes: compared before each replay."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,11 +27,10 @@ class Memory:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
         self._then = list(map(Tensor.data_ptr, tensors))
-        self._positions = list(range(len(self._then)))
 
     def is_same(self) -> bool:
         """Tells whether all lie where they lay."""
-        return _have_addresses(self._tensors, self._then, self._positions)
+        return list(map(Tensor.data_ptr, self._tensors)) == self._then
 
     def moved(self, index: int) -> bool:
         """Tells whether one of them lies elsewhere."""
@@ -109,24 +104,3 @@ def _can_guard() -> bool:
 
 
 _CAN_GUARD = _can_guard()
-
-
-def _read_addresses(tensors: list[Tensor], addresses: list[int], positions: list[int]) -> bool:
-    """Does what torch's function does that compares the addresses of tensors with numbers."""
-    return list(map(Tensor.data_ptr, tensors)) == addresses
-
-
-def _address_comparison() -> Callable[[list[Tensor], list[int], list[int]], bool]:
-    """Returns torch's function, which builds for CUDA have, if it sees what is asked of it."""
-    compare: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    try:
-        tensors = [torch.zeros(2), torch.zeros(0), torch.zeros(3)[1:]]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        wrong = [[*addresses[:i], addresses[i] + 8, *addresses[i + 1 :]] for i in range(3)]
-        sees = compare(tensors, addresses, [0, 1, 2]) and not any(compare(tensors, a, [0, 1, 2]) for a in wrong)
-    except TypeError:
-        sees = False
-    return compare if sees else _read_addresses
-
-
-_have_addresses = _address_comparison()

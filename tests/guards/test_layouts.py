@@ -140,27 +140,6 @@ def test_another_address(index: int) -> None:
     assert [i for i in range(len(watched)) if memory.moved(i)] == [index]
 
 
-@pytest.mark.parametrize("answer", [True, False, TypeError, None])
-def test_an_address_comparison_that_does_not_see_is_not_used(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compare(tensors: list[Tensor], addresses: list[int], positions: list[int]) -> bool:
-        if isinstance(answer, bool):
-            return answer
-        raise answer
-
-    monkeypatch.setattr(
-        torch._C, "_tensors_data_ptrs_at_indices_equal", compare if answer is not None else None, raising=False
-    )
-    assert layouts._address_comparison() is layouts._read_addresses
-
-
-def test_an_address_comparison_that_sees_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compare(tensors: list[Tensor], addresses: list[int], positions: list[int]) -> bool:
-        return all(tensors[i].data_ptr() == addresses[i] for i in positions)
-
-    monkeypatch.setattr(torch._C, "_tensors_data_ptrs_at_indices_equal", compare, raising=False)
-    assert layouts._address_comparison() is compare
-
-
 def test_no_tensors() -> None:
     state = Layouts([])
     assert state.are_same()
