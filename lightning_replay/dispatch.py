@@ -383,7 +383,7 @@ class Dispatcher:
             ):
                 actual = f"{type(parameter).__qualname__} on {parameter.device}"
                 return Finding(Reason.UNSUPPORTED_TENSOR, name, f"a plain parameter on {self._device}", actual)
-        if (finding := state.find_obstacle()) is not None:
+        if (finding := state.find_iterator()) is not None:
             return finding
         region.state = state
         region.buffers = GradientBuffers(list(state.parameters.values()))

@@ -78,7 +78,7 @@ def items(container: Any, names: frozenset[str] | None) -> list[Any]:
         return _items_led_to(container)
     attributes = attributes_of(container)
     if isinstance(container, Module):
-        members = [item for name in MEMBERS for item in attributes[name].values()]
+        members = [item for name in (*MEMBERS, *HOOKS) for item in attributes[name].values()]
         attributes = {k: v for k, v in attributes.items() if k not in TORCH_OWN and not is_interposed(v)}
         names = None if names is None else names | UNNAMED
         return [kind, *members, container.training, *named(attributes, names)]

@@ -49,16 +49,16 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def find_hooks(name: str, root: Module, others: Iterable[tuple[str, Module]] = ()) -> Finding | None:
-    """Finds a hook on a module of the tree or on one of the others, or one registered for all modules."""
+def find_hooks(name: str, root: Module) -> Finding | None:
+    """Finds a hook on a module of the tree, or one registered for all modules."""
     if torch_module._has_any_global_hook():
         actual = "a global module hook is registered"
         return Finding(Reason.HOOKS, name, "no hooks on all modules", actual, Change.HOOKS.effect)
-    for path, module in (*((join(name, path), module) for path, module in root.named_modules()), *others):
+    for path, module in root.named_modules():
         for kind in HOOKS:
             if getattr(module, kind):
                 actual = f"{len(getattr(module, kind))} in {kind}"
-                return Finding(Reason.HOOKS, path, "no hooks", actual, Change.HOOKS.effect)
+                return Finding(Reason.HOOKS, join(name, path), "no hooks", actual, Change.HOOKS.effect)
     return None
 
 
@@ -128,6 +128,7 @@ class ModuleState:
         self._others = [m for m in self._modules if not vars(m).keys() >= _OWN_READS]  # those of TorchScript
         self._member_dicts = list(self._read_member_dicts())
         self._left_out = {module: TORCH_OWN | names for module, names in ignored.items()}
+        self._hooks = [getattr(module, kind) for module in self._modules for kind in HOOKS]
         self._every_attribute = every_attribute
         self._entry = entry
         self._given: dict[Any, None] = {}
@@ -206,7 +207,7 @@ class ModuleState:
         if any(self._empty_members) or identities(chain.from_iterable(self._members)) != self._member_identities:
             return self._member_difference()
         if any(self._hooks) or torch_module._has_any_global_hook():
-            return find_hooks(self.name, self.root, self._outside)
+            return find_hooks(self.name, self.root)
         if not (self._memory.is_same() and self._layouts.are_same()):
             return self._memory_difference()
         if list(map(type, self._modules)) != self._classes:
@@ -272,7 +273,6 @@ class ModuleState:
         self._outer = [getter() for _, getter in self._variables]
         self._code = list(chain.from_iterable(map(_code_of, self._functions)))
         self._sizes = list(map(len, self._dicts))
-        self._outside: list[tuple[str, Module]] = []
         self._containers: list[tuple[str, Any, list[Any]]] = []
         held = [*self._held, *self._outer]
         seen = set(map(id, self._modules))
@@ -284,7 +284,6 @@ class ModuleState:
         for function in self._functions:
             for value in filter(None, _code_of(function)):  # of what is empty, the size tells
                 self._add_containers(function.__qualname__, value, held, seen, 0)
-        self._hooks = [getattr(m, kind) for m in (*self._modules, *(m for _, m in self._outside)) for kind in HOOKS]
         compared = set(map(id, self._tensors))
         tensors = {id(v): v for v in held if isinstance(v, Tensor) and id(v) not in compared and _has_layout(v)}
         self._plain_memory = Memory([*tensors.values()])
@@ -295,10 +294,8 @@ class ModuleState:
         """Reads the attributes of all modules, those with the same names together."""
         return chain.from_iterable(chain.from_iterable(map(read, dicts) for read, dicts in self._readers))
 
-    def find_obstacle(self) -> Finding | None:
-        """Finds what no recording could depend on: hooks of modules outside of the tree, and what a run advances."""
-        if any(self._hooks):
-            return find_hooks(self.name, self.root, self._outside)
+    def find_iterator(self) -> Finding | None:
+        """Finds something among the attributes that a run would advance, and a replay would not."""
         named = [(join(p, k), v) for (p, _), a in zip(self._named, self._attributes, strict=True) for k, v in a.items()]
         named += [(name, value) for (name, _), value in zip(self._variables, self._outer, strict=True)]
         named += [(path, item) for path, _, items in self._containers for item in items]
@@ -317,8 +314,6 @@ class ModuleState:
         seen.add(id(value))
         inside = items(value, self._reads)
         held += inside
-        if isinstance(value, Module):
-            self._outside.append((path, value))
         if not isinstance(value, (tuple, frozenset)):  # they are compared where they are held, and hold what they held
             self._containers.append((path, value, inside))
         for item in inside:

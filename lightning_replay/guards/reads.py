@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 
-from lightning_replay.guards.contents import is_container, is_library, items, package_of
+from lightning_replay.guards.contents import SCALARS, is_container, is_library, items, package_of
 
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "eval", "exec", "hasattr", "attrgetter", "__getattribute__"})
 _CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
@@ -150,7 +151,9 @@ class _Code:
         self.dynamic |= _looks_attributes_up(type(value))
         self.add(type(value))
         for item in items(value, None):
-            self.add(item, depth + (not isinstance(value, Module)))  # a module is looked into however deep it is
+            if not isinstance(item, (Tensor, *SCALARS)):
+                # A module is looked into however deep it is.
+                self.add(item, depth + (not isinstance(value, Module)))
 
     def _add_function(self, function: FunctionType) -> None:
         codes = list(_codes(function.__code__))

@@ -186,15 +186,28 @@ class FreezesBeforeBackward(Callback):
         first.requires_grad_(True)
 
 
-@pytest.mark.parametrize(("window", "without"), [(1, [1, 3, 5]), (2, [2, 3, 6])])
-def test_a_parameter_frozen_before_the_backward(window: int, without: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("window", "without", "actions"),
+    [
+        (1, [1, 3, 5], ["native"] * 2 + ["record"] + ["replay"] * 4),
+        # Frozen in the steps that would be recorded: the recording would not be of what the signature says.
+        (2, [2, 3, 6], ["native"] * 2 + ["record"] * 3 + ["replay"] * 2),
+    ],
+)
+def test_a_parameter_frozen_before_the_backward(window: int, without: list[int], actions: list[str]) -> None:
     arms: list[FreezesBeforeBackward] = []
 
     def callbacks() -> list[Callback]:
         arms.append(FreezesBeforeBackward())
         return [arms[-1]]
 
-    check_replayed(lambda: Learner(mlp()), callbacks=callbacks, accumulate_grad_batches=window, gradient_clip_val=None)
+    check_replayed(
+        lambda: Learner(mlp()),
+        callbacks=callbacks,
+        accumulate_grad_batches=window,
+        gradient_clip_val=None,
+        actions=actions,
+    )
 
     assert [arm.without for arm in arms] == [without, without]
 
