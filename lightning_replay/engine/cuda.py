@@ -33,6 +33,9 @@ T = TypeVar("T")
 _OWN_POOLS: set[tuple[int, ...]] = set()
 """The allocator's names of all pools made here. It never uses a name again."""
 
+_FROZEN = gc.get_freeze_count()
+"""Objects that the garbage collector never shows, as Python itself leaves them."""
+
 _OWN_GRAPHS: "weakref.WeakSet[torch.cuda.CUDAGraph]" = weakref.WeakSet()
 
 
@@ -220,7 +223,7 @@ class CudaGraphBackend:
 def _others_have_graphs() -> bool:
     """Tells whether anyone else in this process may have a CUDA graph: its memory, or itself, is there."""
     pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
-    if not pools <= _OWN_POOLS | {(0, 0)} or gc.get_freeze_count():
+    if not pools <= _OWN_POOLS | {(0, 0)} or gc.get_freeze_count() > _FROZEN:
         return True
     graphs = [o for o in gc.get_objects() if issubclass(type(o), torch.cuda.CUDAGraph)]
     return any(graph not in _OWN_GRAPHS for graph in graphs)
