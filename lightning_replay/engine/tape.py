@@ -8,9 +8,10 @@ fixed, Python is not run again, and Python scalars are frozen. It makes nothing 
 """
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -186,7 +187,7 @@ class TapeBackend:
     def capture(self, pool: TapePool, run: Callable[[], T], *, overwrites_pool: bool = False) -> tuple[Tape, T]:
         """Records the operations of a callable while they run."""
         tape = Tape(pool, overwrites_pool)
-        with _HostReads(), _Recorder(tape, self.device):
+        with _compilation_off(), _HostReads(), _Recorder(tape, self.device):
             result = run()
         return tape, result
 
@@ -210,3 +211,11 @@ class TapeBackend:
 
     def close(self) -> None:
         """Nothing to give back: tapes are plain objects."""
+
+
+def _compilation_off() -> contextlib.AbstractContextManager[Any]:
+    """Has compiled code run eagerly: under a mode, torch.compile gives up on it, and remembers that for good."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch >= 2.6
+    if set_stance is None or "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return cast(contextlib.AbstractContextManager[Any], set_stance("force_eager"))

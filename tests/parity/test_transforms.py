@@ -12,7 +12,20 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
 from lightning_replay import Reason
-from tests.parity.harness import CLASSES, FEATURES, Learner, check_replayed, classify, mlp, run_both, script
+from tests.helpers.bits import same_bits
+from tests.helpers.trace import run_fit
+from tests.parity.harness import (
+    CLASSES,
+    FEATURES,
+    Learner,
+    batches,
+    check_replayed,
+    classify,
+    loader,
+    mlp,
+    run_both,
+    script,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -116,4 +129,28 @@ def test_compiled(whole: bool) -> None:
         net[0] = torch.compile(net[0], backend="eager")
         return Learner(net)
 
-    run_both(make)
+    _, replay = run_both(make)
+
+    assert replay.trace is not None
+    assert replay.trace.actions.count("replay") > 0
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch >= 2.6 can switch compiled code off")
+def test_code_that_computes_otherwise_once_compiled() -> None:
+    """A tape holds what runs eagerly. Where that is not what was compiled, the network stays native, and compiled."""
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        return lambda *args: tuple(out * 1.5 for out in graph(*args))
+
+    def make() -> Learner:
+        return Learner(torch.compile(mlp(0.0), backend=compiler))
+
+    torch._dynamo.reset()
+    native, replay = run_both(make)
+    afterwards = run_fit(make, lambda: loader(batches(), 7), "auto", max_epochs=1)
+
+    assert replay.trace is not None
+    assert "replay" not in replay.trace.actions
+    assert replay.trace.report.reasons[Reason.MISMATCH] == 5
+    assert native.trace is not None
+    assert same_bits(native.trace.losses[0], afterwards.losses[0])
