@@ -612,6 +612,68 @@ def test_a_second_backward_of_a_replayed_step_is_an_error() -> None:
         fit(lambda: Twice(make_net()), replaying())
 
 
+def test_a_later_use_of_a_parameter_that_is_used_twice_is_an_error() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layer(torch.tanh(self.layer(inputs)))
+
+    class Penalised(Regression):
+        begin = 6
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss + self.net.layer.weight.square().sum() if batch_idx >= self.begin else loss
+
+    class PenalisedFromTheStart(Penalised):
+        begin = 0
+
+    with pytest.raises(NotReplayedError, match="shared_parameter"):
+        fit(lambda: Penalised(Tied()), replaying())
+    strategy = replaying()
+    fit(lambda: PenalisedFromTheStart(Tied()), strategy)
+    assert strategy.report().reasons[Reason.SHARED_PARAMETER] > 0
+
+
+@pytest.mark.parametrize("what", ["argument", "result"])
+def test_what_is_written_before_the_backward_does_not_reach_it(what: str) -> None:
+    class Writes(Regression):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            result = self.net(batch[0])
+            loss = F.mse_loss(result * 1, batch[1])
+            if batch_idx == 6:
+                (batch[0] if what == "argument" else result.detach()).zero_()
+            return loss
+
+    def make() -> LightningModule:
+        return Writes(nn.Sequential(nn.Linear(4, 1), nn.Tanh()))
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fit(make, "auto")
+    strategy = replaying()
+    fit(make, strategy)
+    assert strategy.report().steps_replayed == STEPS - 4
+
+
+def test_gradients_are_the_same_tensors_in_each_step() -> None:
+    seen: list[int] = []
+
+    class Marks(Regression):
+        def on_after_backward(self) -> None:
+            gradient = self.net[0].weight.grad
+            seen.append(getattr(gradient, "marked_in", -1))
+            gradient.marked_in = self.trainer.global_step
+
+    fit(lambda: Marks(make_net()), "auto")
+    assert seen == [-1] * STEPS
+    seen.clear()
+    fit(lambda: Marks(make_net()), replaying())
+    assert seen == [-1] * 5 + list(range(4, STEPS - 1))
+
+
 def test_other_results_with_gradients_are_computed_natively() -> None:
     class TwoHeads(nn.Module):
         def __init__(self) -> None:
