@@ -33,9 +33,11 @@ class RecordingStats:
         native_runs: Native runs that were made for it, beside the step that trained.
         nondeterministic: If it is not equal to native bit for bit, the operations that torch says never are.
         native_ms: Milliseconds of a native step with a batch of the same shapes; None unless a `ReplayMonitor`
-            measured. It is a median of the host's wall time from one step's start to the next one's.
+            measured, and met some that were neither observed nor recorded. It is a median of the host's wall time
+            from one step's start to the next one's.
         replay_ms: The same of steps in which it was replayed.
-        seconds_saved: Its share of what the steps with it saved by these medians, negative if they took longer.
+        seconds_saved: Its share of what the steps with it saved by these medians, negative if they took longer; None
+            where one of them is, and with the tape.
     """
 
     region: str
@@ -62,8 +64,8 @@ class ReplayReport:
 
     Attributes:
         steps_total: Training steps seen.
-        steps_replayed: Steps in which at least one region was replayed.
-        steps_native: Steps in which none was.
+        steps_replayed: Steps in which at least one region was replayed, and none was being recorded.
+        steps_native: All other steps.
         reasons: For each reason, the number of calls that were native because of it: a step can hold several, and one
             that is native as a whole counts as one.
         recordings: The recordings, retired ones included.
@@ -76,7 +78,10 @@ class ReplayReport:
         gradients_copied: Those in which gradients needed fresh memory, because someone kept a tensor on their buffers.
             A pass that added as well counts in both; one that wrote free buffers without the recorded copy (several
             calls a step, hooked parameters) counts in none.
-        messages: For each reason met, the message of its first finding.
+        messages: For each of `reasons`, the message of its first finding.
+        norm_messages: The same for `norm_native`.
+        steps_partial: Those of the replayed steps in which other regions, or the rest of a network of which only parts
+            can be recorded, were native.
     """
 
     steps_total: int = 0
@@ -91,10 +96,12 @@ class ReplayReport:
     gradients_added: int = 0
     gradients_copied: int = 0
     messages: dict[Reason, str] = field(default_factory=dict)
+    norm_messages: dict[Reason, str] = field(default_factory=dict)
+    steps_partial: int = 0
 
     @property
     def estimated_seconds_saved(self) -> float | None:
-        """What replayed steps saved, before the time spent on recording; None unless a `ReplayMonitor` measured."""
+        """What replayed steps saved, before the time spent on recording; None unless a `ReplayMonitor` could measure."""
         saved = [r.seconds_saved for r in self.recordings if r.seconds_saved is not None]
         return sum(saved) if saved else None
 
@@ -111,9 +118,8 @@ class ReplayReport:
     def as_dict(self) -> dict[str, Any]:
         """Returns the report with plain keys and values, ready for JSON."""
         plain = asdict(self)
-        plain["reasons"] = {reason.value: count for reason, count in self.reasons.items()}
-        plain["norm_native"] = {reason.value: count for reason, count in self.norm_native.items()}
-        plain["messages"] = {reason.value: message for reason, message in self.messages.items()}
+        for name in ("reasons", "messages", "norm_native", "norm_messages"):
+            plain[name] = {reason.value: value for reason, value in getattr(self, name).items()}
         plain["estimated_seconds_saved"] = self.estimated_seconds_saved
         plain["break_even_step"] = self.break_even_step
         return plain
@@ -125,8 +131,9 @@ class ReplayReport:
     def summary(self) -> list[str]:
         """Returns lines about the whole of it: steps, gradients, the gradient norm, time."""
         share = self.steps_replayed / self.steps_total if self.steps_total else 0.0
+        partly = f", {self.steps_partial} of them in part" if self.steps_partial else ""
         lines = [
-            f"steps: {self.steps_total} in all, {self.steps_replayed} replayed ({share:.0%}),"
+            f"steps: {self.steps_total} in all, {self.steps_replayed} replayed ({share:.0%}){partly},"
             f" {self.steps_native} native"
         ]
         if self.gradients_published or self.gradients_added or self.gradients_copied:
@@ -144,13 +151,13 @@ class ReplayReport:
             if recording.certified == "nondeterministic":
                 names = ", ".join(recording.nondeterministic) or "native runs differ from each other"
                 lines.append(f"{recording.region}: exact up to native nondeterminism ({names})")
+        spent = f"{self.capture_seconds:.2f} s spent on recording"
         if (saved := self.estimated_seconds_saved) is not None:
             steps = self.break_even_step
             repaid = "never repaid" if steps is None else f"repaid by {steps} replayed steps"
-            lines.append(
-                f"time: about {saved:.2f} s saved in replayed steps, {self.capture_seconds:.2f} s spent on recording,"
-                f" {repaid} (host's clock)"
-            )
+            lines.append(f"time: about {saved:.2f} s saved in replayed steps, {spent}, {repaid} (host's clock)")
+        elif any(recording.replay_ms is not None for recording in self.recordings):
+            lines.append(f"time: {spent}; what was saved is unknown (no native step to compare with, or a tape)")
         return lines
 
     def tables(self) -> list["Table"]:

@@ -372,6 +372,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         assert self._ran is not None
         self._last_action = self._ran.last_action
         self._steps_replayed += self._last_action == "replay"
+        self._steps_partial += self._last_action == "replay" and self._ran.partial
         return result
 
     def _run_networks(self, runner: Runner, step: Callable[[], Any], counts: bool) -> Any:
@@ -451,7 +452,8 @@ class ReplayStrategy(SingleDeviceStrategy):
 
     def _meet_norm(self, finding: Finding) -> None:
         """Acts on a finding for which clipping stays native: no step is native for it, so it is no error."""
-        self._messages.setdefault(finding.reason, str(finding))
+        assert self._clipper is not None
+        self._clipper.findings.setdefault(finding.reason, finding)
         quiet = finding.reason.is_harmless or finding.reason is Reason.NORM_VALUE
         if self._on_native != "ignore" and not quiet:
             self._warn_once(finding)
@@ -465,11 +467,17 @@ class ReplayStrategy(SingleDeviceStrategy):
 
     @property
     def last_gradient_norm(self) -> Tensor | None:
-        """The total norm that the last clipping by norm found, before scaling; None before the first.
+        """The total norm that the last clipping by norm found, before scaling.
 
-        A scalar on the training device: reading it here, or giving it to `self.log`, does not wait for the device.
+        None before the first, and with `capture_gradient_norm=False`. A scalar on the training device: reading it
+        here, or giving it to `self.log`, does not wait for the device.
         """
         return None if self._clipper is None else self._clipper.last_norm
+
+    @property
+    def last_watched(self) -> bool:
+        """Tells whether calls of the last training step were observed: its duration is not that of a native step."""
+        return self._ran is not None and self._ran.watched
 
     @property
     def recordings(self) -> tuple[RecordingStats, ...]:
@@ -516,7 +524,9 @@ class ReplayStrategy(SingleDeviceStrategy):
             gradients_published=self._published + sum(done.published for done in passes),
             gradients_added=self._added + sum(done.added for done in passes),
             gradients_copied=self._copied + sum(done.copied for done in passes),
-            messages=self._messages | self._norm_messages(),
+            messages=dict(self._messages),
+            norm_messages=self._norm_messages(),
+            steps_partial=self._steps_partial,
         )
 
     def _norm_messages(self) -> dict[Reason, str]:
@@ -527,6 +537,7 @@ class ReplayStrategy(SingleDeviceStrategy):
     def _reset_counts(self) -> None:
         self._steps_total = 0
         self._steps_replayed = 0
+        self._steps_partial = 0
         self._published = 0
         self._added = 0
         self._copied = 0

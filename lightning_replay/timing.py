@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """What replay saves, estimated from the host's clock alone: the device is asked nothing, so nothing waits for it.
 
-A step lasts from its start to the start of the next one. That is the pace of training once the device is busy, and it
-leans towards too little saved: the lower median of the native steps passes over those slowed down by being observed.
+A step lasts from its start to the start of the next one, which is the pace of training once the device is busy. Native
+steps that are observed or recorded take longer than native, and do not count: often nothing is left to compare with,
+and no saving is stated then.
 """
 
 import statistics
@@ -17,7 +18,7 @@ KEPT = 256
 """Durations kept for each median, the newest ones; also the batch shapes told apart."""
 
 MIN_NATIVE = 2
-"""Native steps needed for a median. Of two, one was slowed down by watching its operations, and is passed over."""
+"""Native steps needed for a median, which is the lower one: it leans towards too little saved."""
 
 
 def _newest() -> deque[float]:
@@ -39,16 +40,25 @@ class StepTimes:
 
     Args:
         recordings: The recordings before the fit. Later ones are only ever appended.
+        can_save: Whether replay can be faster than native: a tape never is.
     """
 
-    def __init__(self, recordings: Sequence[RecordingStats]) -> None:
+    def __init__(self, recordings: Sequence[RecordingStats], can_save: bool = True) -> None:
+        self._can_save = can_save
         self._replays = [recording.replays for recording in recordings]
         self._started: float | None = None
         self._shape: Hashable = None
         self._native: dict[Hashable, deque[float]] = {}
         self._replayed: dict[int, _Replayed] = {}
 
-    def begin_step(self, now: float, shape: Hashable, last_action: str, recordings: Sequence[RecordingStats]) -> None:
+    def begin_step(
+        self,
+        now: float,
+        shape: Hashable,
+        last_action: str,
+        recordings: Sequence[RecordingStats],
+        last_watched: bool = False,
+    ) -> None:
         """Notes that a step begins, and so that the one before it is over.
 
         Args:
@@ -56,13 +66,16 @@ class StepTimes:
             shape: What tells batches of one size from others.
             last_action: What the step before was: "native", "record" or "replay".
             recordings: All recordings.
+            last_watched: Whether calls of the step before were observed, which takes time.
         """
         replays = [recording.replays for recording in recordings]
         before = self._replays + [0] * (len(replays) - len(self._replays))
         if self._started is not None:
             duration = now - self._started
             used = [position for position, count in enumerate(replays) if count > before[position]]
-            if used and last_action == "replay":
+            if last_watched:
+                pass
+            elif used and last_action == "replay":
                 self._add_replayed(duration, used)
             elif last_action == "native":
                 self._add_native(duration)
@@ -95,5 +108,6 @@ class StepTimes:
             native = [duration for shape in replayed.shapes for duration in self._native.get(shape, ())]
             if len(native) >= MIN_NATIVE:
                 stats.native_ms = 1000 * statistics.median_low(native)
+            if self._can_save and stats.native_ms is not None:
                 share = replayed.shares / replayed.steps
                 stats.seconds_saved = (stats.native_ms - stats.replay_ms) * stats.replays * share / 1000

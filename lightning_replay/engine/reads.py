@@ -125,7 +125,6 @@ class Reads:
         self.program += [needed[number] for number in sorted(needed)]
         self.program.append(Check(origin, answer))
 
-    @torch.no_grad()
     def difference(self, inputs: Sequence[Tensor]) -> tuple[Any, Any] | None:
         """Reads the numbers again, for other arguments.
 
@@ -141,7 +140,7 @@ class Reads:
                 return inputs[leaf.position]
             return results[leaf.operation.number][leaf.position] if isinstance(leaf, Made) else leaf
 
-        with without_autocast():
+        with torch.no_grad(), without_autocast():
             for step in self.program:
                 if isinstance(step, Check):
                     if (now := read(value(step.origin))) != step.answer:

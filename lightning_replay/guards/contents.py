@@ -34,14 +34,14 @@ TORCH_OWN = frozenset(
     {*MEMBERS, "_non_persistent_buffers_set", "training"}
     | {name for name in torch.nn.Module().__dict__ if name.endswith("_hooks") or "_hooks_" in name}
 )
-UNNAMED = frozenset({"forward", "_call_impl", "_compiled_call_impl"})
+UNNAMED = ("forward", "_call_impl", "_compiled_call_impl")
 """Attributes of a module that matter whether or not code names them: torch calls them."""
 
 MAX_ARRAY_BYTES = 2**16
 """The size up to which the contents of an array of numbers are compared."""
 
 _SEQUENCES = (tuple, frozenset, list, set, deque)
-_MAPPINGS = (dict, MappingProxyType, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+_MAPPINGS = (dict, MappingProxyType)
 _BUFFERS = (np.ndarray, bytearray, array.array)
 _BUILTIN = (*_SEQUENCES, *_MAPPINGS, *_BUFFERS)
 _LEADING = (functools.partial, MethodType, weakref.ref, contextvars.ContextVar)
@@ -70,19 +70,25 @@ def is_container(value: Any) -> bool:
 
 def items(container: Any, names: frozenset[str] | None) -> list[Any]:
     """Returns what a container holds; of an object the attributes with these names."""
+    always, attributes = parts(container)
+    return [*always, *(item for k, v in attributes.items() if names is None or k in names for item in (k, v))]
+
+
+def parts(container: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Returns what matters in a container whatever code names, and the attributes that matter if code names them."""
     kind: Any = type(container)
     if isinstance(container, _BUILTIN):
         own = kind.__module__ not in sys.stdlib_module_names
-        return _builtin_items(container) + (named(attributes_of(container), names) if own else [])
+        return _builtin_items(container), attributes_of(container) if own else {}
     if isinstance(container, _LEADING):
-        return _items_led_to(container)
+        return _items_led_to(container), {}
     attributes = attributes_of(container)
     if isinstance(container, Module):
         members = [item for name in (*MEMBERS, *HOOKS) for item in attributes[name].values()]
         attributes = {k: v for k, v in attributes.items() if k not in TORCH_OWN and not is_interposed(v)}
-        names = None if names is None else names | UNNAMED
-        return [kind, *members, container.training, *named(attributes, names)]
-    return named(attributes, None if _all_matter(kind) else names)
+        called = [attributes.pop(name, None) for name in UNNAMED]
+        return [kind, *members, container.training, *called], attributes
+    return ([*attributes, *attributes.values()], {}) if _all_matter(kind) else ([], attributes)
 
 
 def _builtin_items(container: Any) -> list[Any]:
@@ -104,11 +110,6 @@ def _items_led_to(value: Any) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__func__, *(() if isinstance(value.__self__, Module) else (value.__self__,))]
     return [value() if isinstance(value, weakref.ref) else value.get(None)]
-
-
-def named(attributes: dict[str, Any], names: frozenset[str] | None) -> list[Any]:
-    """Returns names and values of the attributes with these names."""
-    return [item for k, v in attributes.items() if names is None or k in names for item in (k, v)]
 
 
 @functools.lru_cache(maxsize=1024)

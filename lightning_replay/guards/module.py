@@ -158,8 +158,13 @@ class ModuleState:
         """Finds what the code of the modules may read, and prepares its comparison."""
         # A metric is no part of a network; a forward pass that updates one is refused for setting its attributes.
         modules = [m for m in self._modules if id(m) in self._left_out or not _is_metric(m)]
-        held = [v for m in modules for k, v in m.__dict__.items() if k not in TORCH_OWN and not is_interposed(v)]
-        reads = find_reads(set(map(type, modules)), [*held, *self._given], (type(self.root), self._entry))
+        held = [
+            {k: v for k, v in module.__dict__.items() if k not in TORCH_OWN and not is_interposed(v)}
+            for module in modules
+        ]
+        called = [attributes.get(name) for attributes in held for name in UNNAMED]
+        entry = (type(self.root), self._entry)
+        reads = find_reads(set(map(type, modules)), held, [*called, *self._given], entry)
         self._reads = None if self._every_attribute else reads.names
         given: list[tuple[str, Callable[[], Any]]] = [
             (f"{value}", functools.partial(_itself, value)) for value in self._given

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_replay.guards.contents import SCALARS, is_container, is_library, items, package_of
+from lightning_replay.guards.contents import SCALARS, is_container, is_library, package_of, parts
 
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "eval", "exec", "hasattr", "attrgetter", "__getattribute__"})
 _CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
@@ -49,7 +49,8 @@ _Variable = tuple[Any, tuple[str, Callable[[], Any]]]
 
 def find_reads(
     classes: Iterable[type],
-    held: Iterable[Any] = (),
+    held: Iterable[dict[str, Any]] = (),
+    given: Iterable[Any] = (),
     entry: tuple[type, FunctionType | None] = (Module, None),
 ) -> Reads:
     """Returns what the forward passes of these module classes may read.
@@ -60,14 +61,17 @@ def find_reads(
 
     Args:
         classes: The classes of the modules.
-        held: What the modules hold; its code may run.
+        held: The attributes of each module; the code of those that are read may run.
+        given: More whose code may run.
         entry: A class, and a function of it that runs too.
     """
     code = _Code()
     for cls in classes:
         code.add_class(cls)
         code.dynamic |= _looks_attributes_up(cls)
-    for value in (*held, entry[1]):
+    for attributes in held:
+        code.add_attributes(attributes)
+    for value in (*given, entry[1]):
         code.add(value)
     code.follow()
     return Reads(None if code.dynamic else frozenset(code.names), tuple(code.variables()), tuple(code.functions))
@@ -85,6 +89,7 @@ class _Code:
         self._members: dict[str, list[Any]] = {}
         self._methods: set[FunctionType] = set()  # of torch's modules: they are followed for the names they read
         self._seen: dict[int, Any] = {}
+        self._attributes: list[Any] = []
         self._pending: list[tuple[Any, int]] = []
 
     def add(self, value: Any, depth: int = 0) -> None:
@@ -93,7 +98,10 @@ class _Code:
 
     def follow(self) -> None:
         """Looks at what was added, and at all that this leads to."""
-        while self._pending:
+        while self._pending or self.dynamic and self._attributes:
+            if not self._pending:
+                self._pending = [(value, 0) for value in self._attributes]
+                self._attributes = []
             value, depth = self._pending.pop()
             if depth > MAX_DEPTH or id(value) in self._seen:
                 continue
@@ -134,6 +142,11 @@ class _Code:
                 self.add(value)
         self.add(type(cls))
 
+    def add_attributes(self, attributes: dict[str, Any]) -> None:
+        """Adds attributes of an object: each matters once its name is found, all if any name may be looked up."""
+        self._add_members(attributes)
+        self._attributes += attributes.values()
+
     def _add_members(self, members: dict[str, Any]) -> None:
         for name, member in members.items():
             self._members.setdefault(name, []).append(member)
@@ -150,7 +163,9 @@ class _Code:
     def _add_object(self, value: Any, depth: int) -> None:
         self.dynamic |= _looks_attributes_up(type(value))
         self.add(type(value))
-        for item in items(value, None):
+        always, attributes = parts(value)
+        self.add_attributes(attributes)
+        for item in always:
             if not isinstance(item, (Tensor, *SCALARS)):
                 # A module is looked into however deep it is.
                 self.add(item, depth + (not isinstance(value, Module)))

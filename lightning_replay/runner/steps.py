@@ -258,6 +258,17 @@ class Runner:
         return "replay" if self._step[Action.REPLAY] else "native"
 
     @property
+    def watched(self) -> bool:
+        """Tells whether calls of the last step ran natively under observation, which takes longer than native."""
+        return self._step[Action.OBSERVE] + self._step[Action.AUDIT] > 0
+
+    @property
+    def partial(self) -> bool:
+        """Tells whether the last step replayed something, and ran other calls, or the rest of a network, natively."""
+        replayed = self._step[Action.REPLAY]
+        return replayed > 0 and (bool(self._split) or self._step.total() > replayed)
+
+    @property
     def called(self) -> bool:
         """Tells whether the last step called any region, or parts of one that was split."""
         return self._step.total() > 0 or bool(self._split)

@@ -236,6 +236,10 @@ PLACES: dict[str, tuple[Callable[[], Any], Change]] = {
         lambda: net(lambda self, x: self.held(x), held=functools.partial(F.leaky_relu, negative_slope=0.1)),
         doing(lambda m: m.held.keywords.update(negative_slope=0.9)),
     ),
+    "function that is looked up dynamically": (
+        lambda: net(lambda self, x: getattr(self, "he" + "ld")(x), held=elsewhere.scaled),
+        setting(elsewhere, "factor", 3.0),
+    ),
     "functions in dicts": (
         lambda: net(lambda self, x: elsewhere.functions["first"](x)),
         setting(elsewhere, "factor", 3.0),
@@ -285,10 +289,6 @@ PLACES: dict[str, tuple[Callable[[], Any], Change]] = {
         lambda: net(lambda self, x: x * self.held[1]().height, held=kept()),
         doing(lambda m: setattr(m.held[1](), "height", 3.0)),
     ),
-    "weak keys": (
-        lambda: net(lambda self, x: x * self.held[self], held=weakref.WeakKeyDictionary()),
-        doing(lambda m: m.held.update({m: 3.0})),
-    ),
     "context variable": (
         lambda: net(lambda self, x: x * elsewhere.variable.get()),
         doing(lambda m: elsewhere.variable.set(3.0)),
@@ -316,6 +316,10 @@ def test_a_change_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 UNREAD: dict[str, tuple[Callable[[], Any], Change]] = {
     "class attribute": (lambda: net(lambda self, x: x * elsewhere.config.own), setting(Net, "other", 3.0)),
     "global": (lambda: net(lambda self, x: elsewhere.body(x)), setting(elsewhere, "factor", 3.0)),
+    "global in the code of an attribute that nothing reads": (
+        lambda: net(lambda self, x: elsewhere.body(x), unread=elsewhere.scaled),
+        setting(elsewhere, "factor", 3.0),
+    ),
     "attribute of an object": (
         lambda: net(lambda self, x: x * self.held.height, held=elsewhere.Point()),
         doing(lambda m: setattr(m.held, "count", 1)),
