@@ -98,7 +98,7 @@ class _Code:
 
     def follow(self) -> None:
         """Looks at what was added, and at all that this leads to."""
-        while self._pending or self.dynamic and self._attributes:
+        while self._pending or (self.dynamic and self._attributes):
             if not self._pending:
                 self._pending = [(value, 0) for value in self._attributes]
                 self._attributes = []
