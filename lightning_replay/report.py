@@ -101,7 +101,7 @@ class ReplayReport:
 
     @property
     def estimated_seconds_saved(self) -> float | None:
-        """What replayed steps saved, before the time spent on recording; None unless a `ReplayMonitor` could measure."""
+        """What replayed steps saved, before the time spent on recording; None unless a `ReplayMonitor` can tell."""
         saved = [r.seconds_saved for r in self.recordings if r.seconds_saved is not None]
         return sum(saved) if saved else None
 

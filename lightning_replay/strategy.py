@@ -475,6 +475,11 @@ class ReplayStrategy(SingleDeviceStrategy):
         return None if self._clipper is None else self._clipper.last_norm
 
     @property
+    def uses_tape(self) -> bool:
+        """Tells whether the slow stand-in runs, which saves nothing."""
+        return self._backend == "tape"
+
+    @property
     def last_watched(self) -> bool:
         """Tells whether calls of the last training step were observed: its duration is not that of a native step."""
         return self._ran is not None and self._ran.watched

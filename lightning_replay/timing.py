@@ -51,31 +51,21 @@ class StepTimes:
         self._native: dict[Hashable, deque[float]] = {}
         self._replayed: dict[int, _Replayed] = {}
 
-    def begin_step(
-        self,
-        now: float,
-        shape: Hashable,
-        last_action: str,
-        recordings: Sequence[RecordingStats],
-        last_watched: bool = False,
-    ) -> None:
+    def begin_step(self, now: float, shape: Hashable, last_action: str, recordings: Sequence[RecordingStats]) -> None:
         """Notes that a step begins, and so that the one before it is over.
 
         Args:
             now: Seconds of a monotonic clock.
             shape: What tells batches of one size from others.
-            last_action: What the step before was: "native", "record" or "replay".
+            last_action: What the step before was: "native", "record" or "replay", or "watched" if calls were observed.
             recordings: All recordings.
-            last_watched: Whether calls of the step before were observed, which takes time.
         """
         replays = [recording.replays for recording in recordings]
         before = self._replays + [0] * (len(replays) - len(self._replays))
         if self._started is not None:
             duration = now - self._started
             used = [position for position, count in enumerate(replays) if count > before[position]]
-            if last_watched:
-                pass
-            elif used and last_action == "replay":
+            if used and last_action == "replay":
                 self._add_replayed(duration, used)
             elif last_action == "native":
                 self._add_native(duration)
@@ -108,6 +98,6 @@ class StepTimes:
             native = [duration for shape in replayed.shapes for duration in self._native.get(shape, ())]
             if len(native) >= MIN_NATIVE:
                 stats.native_ms = 1000 * statistics.median_low(native)
-            if self._can_save and stats.native_ms is not None:
-                share = replayed.shares / replayed.steps
-                stats.seconds_saved = (stats.native_ms - stats.replay_ms) * stats.replays * share / 1000
+                if self._can_save:
+                    share = replayed.shares / replayed.steps
+                    stats.seconds_saved = (stats.native_ms - stats.replay_ms) * stats.replays * share / 1000

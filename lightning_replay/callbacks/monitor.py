@@ -21,14 +21,16 @@ from lightning_replay.timing import StepTimes
 
 
 class ReplayMonitor(Callback):
-    """Prints when a fit ends what was replayed and what it saved, and sends counts to the loggers on the way.
+    """Prints when a fit ends what was replayed, with step times, and sends counts to the loggers on the way.
 
     Use it as `Trainer(strategy=ReplayStrategy(), callbacks=[ReplayMonitor()])`. The loggers get
     `replay/steps_replayed`, `replay/steps_native` and `replay/recordings`; they get them directly, so that what the
     LightningModule logs stays what it was. While a recording is made, the progress bar says so.
 
     Times are the host's, from one step's start to the next one's: nothing waits for the device. They go into
-    `strategy.report()` when the fit ends, which an exception may do too.
+    `strategy.report()` when the fit ends, which an exception may do too. What was saved is stated where native steps
+    with batches of the same shapes ran undisturbed. Steps of warm-up are observed, which takes time, and do not count;
+    in a fit without others it is unknown, and so it is with the tape. A native run tells then.
 
     Args:
         log_every_n_steps: Optimizer steps between two entries in the loggers; None takes the Trainer's.
@@ -51,7 +53,7 @@ class ReplayMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._logged_step = trainer.global_step
         if (strategy := _watched(trainer)) is not None:
-            self._times = StepTimes(strategy.recordings)
+            self._times = StepTimes(strategy.recordings, can_save=not strategy.uses_tape)
             self._has_to_show = True
         elif not self._said_nothing_to_monitor:
             self._said_nothing_to_monitor = True
@@ -63,7 +65,8 @@ class ReplayMonitor(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if (strategy := _watched(trainer)) is not None:
-            self._times.begin_step(time.perf_counter(), _shape(batch), strategy.last_action, strategy.recordings)
+            action = "watched" if strategy.last_watched else strategy.last_action
+            self._times.begin_step(time.perf_counter(), _shape(batch), action, strategy.recordings)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_replay import Reason, ReplayMonitor
+from lightning_replay import Reason, ReplayMonitor, ReplayStrategy
 from tests.demo.examples import load_example
 from tests.parity.harness import WARM_UP, Learner, batches, classify, loader, mlp, run_both, script, tape
 
@@ -314,18 +314,41 @@ def test_an_exception_of_another_stage_prints_no_tables(capsys: pytest.CaptureFi
     assert "steps: " not in capsys.readouterr().out
 
 
-def test_times_are_those_of_the_steps() -> None:
-    strategy = tape(warmup_steps=3)
+class Evaluates(Callback):
+    """Makes some steps native that nothing watches."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        pl_module.train(batch_idx not in range(15, 20))
+
+
+def test_steps_that_are_watched_are_no_native_times() -> None:
+    strategy = tape(warmup_steps=10)
 
     fit(strategy, [ReplayMonitor()], steps=30)
 
     report = strategy.report()
     (recording,) = report.recordings
+    assert report.reasons == {Reason.WARM_UP: 10, Reason.RECORDING: 1}
+    assert recording.replay_ms is not None
+    assert recording.native_ms is recording.seconds_saved is report.estimated_seconds_saved is None
+    assert "what was saved is unknown" in str(report)
+
+
+@pytest.mark.parametrize("is_tape", [True, False])
+def test_times_are_those_of_the_steps(is_tape: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplayStrategy, "uses_tape", is_tape)
+    strategy = tape()
+
+    fit(strategy, [Evaluates(), ReplayMonitor()], steps=30)
+
+    report = strategy.report()
+    (recording,) = report.recordings
+    assert report.reasons[Reason.UNRECORDED_MODE] == 5
     assert recording.native_ms is not None
     assert recording.replay_ms is not None
     saved = (recording.native_ms - recording.replay_ms) * recording.replays / 1000
-    assert report.estimated_seconds_saved == recording.seconds_saved == pytest.approx(saved)
-    assert report.as_dict()["estimated_seconds_saved"] == report.estimated_seconds_saved
+    assert recording.seconds_saved == (None if is_tape else pytest.approx(saved))
+    assert report.as_dict()["estimated_seconds_saved"] == report.estimated_seconds_saved == recording.seconds_saved
 
 
 def test_without_the_monitor_no_times_are_claimed() -> None:
@@ -431,4 +454,5 @@ def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "replay/steps_replayed" in file.read_text()
     assert "is being recorded" in capsys.readouterr().out
     assert {recording.region for recording in report.recordings} == {"encoder", "decoder"}
-    assert report.estimated_seconds_saved is not None
+    assert all(recording.replay_ms for recording in report.recordings)
+    assert report.estimated_seconds_saved is None  # by the tape

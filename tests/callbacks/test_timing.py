@@ -16,9 +16,9 @@ from lightning_replay.timing import KEPT, StepTimes
 class Run:
     """Plays steps of given durations, in milliseconds."""
 
-    def __init__(self, recordings: Sequence[RecordingStats]) -> None:
+    def __init__(self, recordings: Sequence[RecordingStats], can_save: bool = True) -> None:
         self.recordings = recordings
-        self.times = StepTimes(recordings)
+        self.times = StepTimes(recordings, can_save)
         self.now = 0.0
         self.last = "native"
 
@@ -49,13 +49,17 @@ def stats(*seconds: float) -> list[RecordingStats]:
     return [RecordingStats(f"net.{i}", "(2, 3)", cost, 2**20, "bitwise") for i, cost in enumerate(seconds)]
 
 
+WATCHED = ((500, "watched"), (35, "watched"), (40, "watched"), (900, "record"))
+UNDISTURBED = ((70, "native"), (20, "native"), (22, "native"))
+
+
 def warm_up(run: Run, shape: object = None) -> None:
-    """What a recording meets by default: a cold step, a plain one, a watched one, and the one that is recorded."""
-    for milliseconds, action in ((500, "native"), (20, "native"), (35, "native"), (900, "record")):
+    """What every recording meets, and then some native steps, of which the first pays for first uses."""
+    for milliseconds, action in (*WATCHED, *UNDISTURBED):
         run.step(milliseconds, action, shape=shape)
 
 
-def test_cold_watched_and_recorded_steps_are_no_savings() -> None:
+def test_first_watched_and_recorded_steps_are_no_savings() -> None:
     run = Run(stats(0.9))
     warm_up(run)
     for milliseconds in (5, 4, 6):
@@ -95,9 +99,22 @@ def test_replays_are_compared_with_native_steps_of_their_shape() -> None:
     assert (large.native_ms, large.replay_ms) == (pytest.approx(80), pytest.approx(10))
 
 
-def test_without_enough_native_steps_nothing_is_claimed() -> None:
+def test_a_tape_saves_nothing() -> None:
+    run = Run(stats(0.1), can_save=False)
+    warm_up(run)
+    run.step(5, "replay", [0])
+
+    report = run.report()
+
+    assert (report.recordings[0].native_ms, report.recordings[0].replay_ms) == (pytest.approx(20), pytest.approx(5))
+    assert report.estimated_seconds_saved is report.recordings[0].seconds_saved is report.break_even_step is None
+    assert "what was saved is unknown" in str(report)
+
+
+@pytest.mark.parametrize("native", [(), UNDISTURBED[:1], UNDISTURBED[:2]], ids=len)
+def test_without_enough_native_steps_nothing_is_claimed(native: Sequence[tuple[float, str]]) -> None:
     run = Run(stats(0.1))
-    for milliseconds, action in ((500, "native"), (35, "native"), (900, "record")):
+    for milliseconds, action in (*WATCHED, *native):
         run.step(milliseconds, action)
     run.step(5, "replay", [0])
 
@@ -108,7 +125,8 @@ def test_without_enough_native_steps_nothing_is_claimed() -> None:
     assert report.estimated_seconds_saved is None
     assert report.break_even_step is None
     assert "saved in replayed steps" not in str(report)
-    assert "unknown" in str(report)
+    assert "0.10 s spent on recording; what was saved is unknown" in str(report)
+    assert {"unknown"} == {cell for row in report.tables()[1].rows for cell in row[2:3] + row[4:]}
 
 
 def test_slower_replays_are_shown_as_a_loss_that_is_never_repaid() -> None:

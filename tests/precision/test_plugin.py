@@ -449,7 +449,7 @@ def test_a_ragged_batch_between_replays_is_harmless():
     assert report.reasons[Reason.LAST_BATCH] == 3
     assert report.norm_native[Reason.NORM_MOVED] == 3
     assert Reason.NORM_DRIFT not in report.norm_native
-    assert "to do:    Nothing" in report.messages[Reason.NORM_MOVED]
+    assert "to do:    Nothing" in report.norm_messages[Reason.NORM_MOVED]
     assert report.norm_replays > 0
     assert report.norm_copied == 0
 
@@ -519,7 +519,7 @@ def test_an_override_that_hands_on_now_and_then_is_counted_where_it_does_not():
     assert replay.report.norm_native[Reason.NORM_OVERRIDDEN] == STEPS // 2
     assert replay.report.norm_replays + sum(replay.report.norm_native.values()) == STEPS
     assert replay.report.norm_replays > 0
-    assert "ClipsNowAndThen" in replay.report.messages[Reason.NORM_OVERRIDDEN]
+    assert "ClipsNowAndThen" in replay.report.norm_messages[Reason.NORM_OVERRIDDEN]
 
 
 def test_an_override_that_hands_on_is_replayed():
@@ -615,4 +615,4 @@ def test_a_strategy_that_ignores_says_nothing():
         warnings.simplefilter("error", ReplayWarning)
         replay = fit(lambda: make_strategy(on_native="ignore"), module=ClipsItself)
     assert replay.report.norm_native == {Reason.NORM_OVERRIDDEN: STEPS}
-    assert "norm_overridden" in replay.report.as_dict()["messages"]
+    assert "norm_overridden" in replay.report.as_dict()["norm_messages"]
