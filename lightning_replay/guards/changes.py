@@ -36,7 +36,7 @@ class Change(Enum):
     FLAGS = ("A part is put into evaluation mode, or a parameter is frozen or unfrozen", Effect.ANOTHER)
     MEMBERS = ("A module, parameter or buffer is replaced, added or removed", Effect.RETIRED)
     MEMORY = ("A parameter or buffer moves to other memory, or has another shape, stride or dtype", Effect.RETIRED)
-    CODE = ("The class of a module, or the `forward` of its class, is another", Effect.RETIRED)
+    CODE = ("The class of a module, the `forward` of its class, or the body of a function, is another", Effect.RETIRED)
     ATTRIBUTE = ("An attribute that the code of the network names has another value", Effect.RETIRED)
     VARIABLE = ("A global, closure variable or class attribute that it names has another value", Effect.RETIRED)
     CONTENTS = ("A container, or an object of your own class, in one of these holds something else", Effect.RETIRED)

@@ -86,6 +86,7 @@ class _Code:
         self.functions: dict[FunctionType, None] = {}
         self._variables: dict[Any, tuple[str, Callable[[], Any]]] = {}
         self._classes: dict[type, None] = {}
+        self._modules: list[ModuleType] = []
         self._members: dict[str, list[Any]] = {}
         self._methods: set[FunctionType] = set()  # of torch's modules: they are followed for the names they read
         self._seen: dict[int, Any] = {}
@@ -111,6 +112,7 @@ class _Code:
             elif isinstance(value, type):
                 self.add_class(value)
             elif isinstance(value, ModuleType):
+                self._modules.append(value)
                 self._add_members(vars(value) if not is_library(value.__name__.split(".")[0]) else {})
             elif is_container(value):
                 self._add_object(value, depth)
@@ -119,8 +121,11 @@ class _Code:
 
     def variables(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Yields name and getter of what is read in places that have no attributes: globals, closures, classes."""
-        members = [member for cls in self._classes for member in _class_members(cls, self.names)]
-        yield from (self._variables | dict(members)).values()
+        for cls in self._classes:
+            self._variables.update(_class_members(cls, self.names))
+        for module in self._modules:
+            self._variables.update(_inside(module.__name__, module, self.names))
+        yield from self._variables.values()
 
     def add_class(self, cls: type) -> None:
         """Adds a class: what torch or Python calls of it, and whatever else code will be found to name."""
@@ -182,7 +187,8 @@ class _Code:
         self._add_names(names)
         for key, (path, get) in _read_by(function, names):
             self._variables[key] = path, get
-            self.add(get())
+            if not isinstance(value := get(), ModuleType):  # in which only what this function names is read
+                self.add(value)
         for value in (function.__defaults__, function.__kwdefaults__, vars(function)):
             self.add(value)
 

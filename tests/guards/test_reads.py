@@ -240,6 +240,10 @@ PLACES: dict[str, tuple[Callable[[], Any], Change]] = {
         lambda: net(lambda self, x: getattr(self, "he" + "ld")(x), held=elsewhere.scaled),
         setting(elsewhere, "factor", 3.0),
     ),
+    "global of a module that is held": (
+        lambda: net(lambda self, x: x * self.held.factor, held=elsewhere),
+        setting(elsewhere, "factor", 3.0),
+    ),
     "functions in dicts": (
         lambda: net(lambda self, x: elsewhere.functions["first"](x)),
         setting(elsewhere, "factor", 3.0),

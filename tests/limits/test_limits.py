@@ -12,6 +12,7 @@ import random
 import sys
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -335,11 +336,14 @@ def test_a_changed_global_or_closure_is_seen(make: Any) -> None:
     assert report.steps_replayed == 4 + 2  # two native steps before each of the two recordings
 
 
-# Six lists inside each other, an array of another library, a module that only a string names, the environment.
+# Six lists inside each other, an array of another library, a module that only a string names, the environment, a weak
+# dictionary, a function that only torch's own code names.
 _DEEP = [[[[[[1.0]]]]]]
 _ARRAY = np.ones(100_000)
 _REGISTRY = "tests_limits_registry"
 _VARIABLE = "LIGHTNING_REPLAY_TEST_SCALE"
+_WEAK: weakref.WeakKeyDictionary[type, float] = weakref.WeakKeyDictionary()
+_SOFTPLUS = F.softplus
 
 
 class Deep(nn.Linear):
@@ -362,8 +366,25 @@ class InEnvironment(nn.Linear):
         return super().forward(inputs) * float(os.environ[_VARIABLE])
 
 
+class InWeakDictionary(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * _WEAK[InWeakDictionary]
+
+
+class CallsTorch(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return _ACTIVATION(super().forward(inputs))
+
+
+_ACTIVATION = nn.Softplus()
+
+
 def set_item(container: Any, value: float) -> None:
     container[0] = value
+
+
+def replace_softplus(value: float) -> None:
+    F.softplus = lambda *arguments: _SOFTPLUS(*arguments) * value
 
 
 def set_registry(value: float) -> None:
@@ -381,6 +402,8 @@ UNSEEN = {
     "library": (InArray, lambda value: set_item(_ARRAY, value)),
     "unnamed": (Unnamed, set_registry),
     "environment": (InEnvironment, set_environment),
+    "weak dictionary": (InWeakDictionary, lambda value: _WEAK.__setitem__(InWeakDictionary, value)),
+    "torch": (CallsTorch, replace_softplus),
 }
 
 
@@ -394,6 +417,7 @@ def clean() -> Iterator[None]:
     yield
     sys.modules.pop(_REGISTRY, None)
     os.environ.pop(_VARIABLE, None)
+    F.softplus = _SOFTPLUS
 
 
 @pytest.mark.parametrize("name", UNSEEN)
