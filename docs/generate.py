@@ -25,15 +25,18 @@ _HEAD = """<!-- Written by docs/generate.py from lightning_replay/reasons.py: ed
 
 Ask the report. `strategy.report().reasons` counts the reasons met, by `Reason`; `strategy.report().messages` holds the
 message of the first finding of each, with the module or the line of code concerned. A step may have several reasons:
-one for each recorded module that ran natively, and one more where a recording was tried and refused.
+one for each recorded module that ran natively, and one more where a recording was tried and refused. A replayed step
+may have some too: where a network cannot be recorded as a whole, its reason is counted in each step, and those of its
+parts that can be recorded are replayed.
 
 A native step trains exactly as it would without this package. With `ReplayStrategy(on_native="error")` the first step
 that is native for a reason outside of the normal life of a recording raises `NotReplayedError` with the same message.
 
 A healthy run meets these reasons too: {harmless}. They are counted, but never warned about, and never an error.
 
-The reasons that begin with `norm` concern clipping by the gradient norm alone, and are counted in
-`strategy.report().norm_native`.
+Clipping by the gradient norm is counted by itself: `strategy.report().norm_native` has its reasons, and
+`strategy.report().norm_messages` their messages. Those that begin with `norm` concern clipping alone; others, such as
+`warm_up`, `recording` and `no_cuda`, are met there as well.
 """
 
 

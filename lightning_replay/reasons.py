@@ -57,12 +57,14 @@ class Reason(Enum):
     )
     NO_REGION = (
         "no_region",
-        "training_step called no module that owns trainable parameters and could be recorded.",
-        "Call the network as a module, self.net(batch), or name it with modules=[...].",
+        "training_step called no module that owns trainable parameters and could be recorded; or none of those that"
+        " modules=[...] names.",
+        'Call the network as a module: self.net(batch), or self(batch) with modules=["self"]. Or leave modules out.',
     )
     NEVER_REPEATS = (
         "never_repeats",
-        "Each call so far had another signature: another shape, or another plain value among the arguments.",
+        "More calls in a row than 20 of a network, or 5 of a whole step, each had a signature never met before: another"
+        " shape, or another plain value among the arguments.",
         "Pass changing numbers as tensors on the device, leave names and ids out, pad or bucket changing shapes.",
     )
     UNRECORDED_MODE = (
@@ -73,8 +75,10 @@ class Reason(Enum):
     )
     LAST_BATCH = (
         "last_batch",
-        "A signature (shapes and plain values) met only as the last batch of an epoch is not recorded.",
-        "drop_last=True in the DataLoader if every step should be replayed.",
+        "A signature (shapes and plain values) that is met for the first time as the last batch of an epoch is not"
+        " observed.",
+        "Nothing if it is rare. drop_last=True in the DataLoader avoids a smaller batch. Where a plain value is new,"
+        " such as the index of the batch, pass it as a tensor on the device, or leave it out.",
     )
     AUDIT = (
         "audit",
@@ -346,7 +350,8 @@ class Reason(Enum):
     NORM_MOVED = (
         "norm_moved",
         "The gradients lay in other memory than the recorded ones, as those of a native step between replayed ones do.",
-        "Nothing: the next step that finds them in recorded memory is replayed, and memory met again is recorded too.",
+        "Nothing if it is rare: the next step that finds them in recorded memory is replayed, and memory met again is"
+        " recorded too. A ReplayPrecision beside a ReplayStrategy(capture_gradient_norm=False): leave both out.",
     )
     NORM_NO_LIMIT = (
         "norm_no_limit",

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """A user learns why: every native step has a reason, what never ends says so, and nothing floods."""
 
+import re
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_replay import NotReplayedError, Reason, ReplayWarning
 from lightning_replay.dispatch import MAX_NEW_SIGNATURES
+from lightning_replay.whole_step import PATIENCE
 from tests.parity.harness import Arm, Learner, batches, check_native, check_replayed, classify, mlp, run_both, tape
 
 
@@ -32,7 +34,17 @@ def test_a_number_that_changes_in_every_call_is_native() -> None:
     trace = check_native(lambda: Learner(Scaled(), changing), Reason.NEVER_REPEATS, steps=steps)
 
     assert trace.report.steps_replayed == 0
+    assert trace.report.reasons[Reason.WARM_UP] == MAX_NEW_SIGNATURES
     assert "1.2" in trace.report.messages[Reason.NEVER_REPEATS], "the message shows the value"
+    assert f"than {MAX_NEW_SIGNATURES} of a network, or {PATIENCE} of a whole step" in Reason.NEVER_REPEATS.cause
+
+
+def test_a_last_batch_of_the_usual_size_is_told_from_a_smaller_one() -> None:
+    trace = check_native(lambda: Learner(Scaled(), changing), Reason.LAST_BATCH, max_epochs=2)
+
+    message = trace.report.messages[Reason.LAST_BATCH]
+    assert re.search(r"actual: +\(5, 6\) float32, 1\.\d+\n", message), message
+    assert "Where a plain value is new" in message
 
 
 def test_that_is_an_error_on_request() -> None:
@@ -47,7 +59,7 @@ def test_a_named_module_that_is_never_called(modules: list[str]) -> None:
     def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
         return classify(module, batch, batch_idx) if modules == ["self"] else module.net[0](batch[0]).square().mean()
 
-    with pytest.warns(ReplayWarning, match="no_region"):
+    with pytest.warns(ReplayWarning, match=r"\[no_region\](.|\n)*or self\(batch\) with modules=\[.self.\]"):
         trace = check_native(
             lambda: Learner(mlp(), step), Reason.NO_REGION, strategy=tape(modules=modules, on_native="warn")
         )
