@@ -51,7 +51,8 @@ _OTHERS = LIBRARIES | {"weakref", "typing", "logging"}
 
 def package_of(item: Any) -> str:
     """Returns the top-level package that a class or function was defined in."""
-    return (item.__module__ or "").split(".")[0]
+    module = item.__module__  # of the types that Cython makes it is a descriptor
+    return module.split(".")[0] if isinstance(module, str) else ""
 
 
 def is_library(package: str) -> bool:

@@ -461,4 +461,4 @@ class Through(nn.Module):
     ],
 )
 def test_python_in_the_backward_of_a_function(function: Any, reason: Reason) -> None:
-    check_native(lambda: Learner(Through(function)), reason, where="back")
+    check_native(lambda: Learner(Through(function)), reason)
