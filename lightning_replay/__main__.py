@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""``python -m lightning_replay``: can anything be replayed here, and if not, why not?
+"""Can anything be replayed here, and if not, why not?
 
 The exit code is 0 if training on this machine could be replayed and 1 if it would run natively altogether.
 """
@@ -26,7 +26,7 @@ _EVERY_STEP = "every step"
 _ALWAYS_NATIVE = {
     "validation, test and predict": Reason.UNRECORDED_MODE,
     "the first steps of each input signature": Reason.WARM_UP,
-    "a shape met only at the end of an epoch": Reason.LAST_BATCH,
+    "a shape first met at the end of an epoch": Reason.LAST_BATCH,
 }
 
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(prog="python -m lightning_replay", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m lightning_replay", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     facts = collect()

@@ -115,3 +115,12 @@ def test_it_runs_as_a_module():
     facts = json.loads(result.stdout)
     assert result.returncode == (0 if facts["replayable"] else 1)
     assert facts["replayable"] is torch.cuda.is_available()
+
+
+def test_its_help_is_plain_text(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    printed = capsys.readouterr().out
+    assert "\nCan anything be replayed here, and if not, why not? The exit code is" in printed
+    assert "`" not in printed
