@@ -8,7 +8,7 @@ Clipping computes the norm anyway; `last_gradient_norm` is that very number, as 
 it to `self.log` reads nothing back: the values are fetched together when the logger writes. `float(norm)` or
 `norm.item()` in each step would wait for the device, and undo much of what a replay saves.
 
-The same property is there without the strategy: `Trainer(plugins=[ReplayPrecision("bf16-mixed")])`.
+Without ReplayStrategy, a `ReplayPrecision` has the same property: `self.trainer.precision_plugin.last_gradient_norm`.
 """
 
 from pathlib import Path
@@ -36,7 +36,8 @@ class Regression(LightningModule):
         return F.mse_loss(self.net(inputs), targets)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        norm = self.trainer.precision_plugin.last_gradient_norm  # of this step, before clipping; None before the first
+        # Of this step, before scaling. None before the first clipping, with capture_gradient_norm=False, and natively.
+        norm = getattr(self.trainer.strategy, "last_gradient_norm", None)
         if norm is not None:
             self.log("gradient_norm", norm)
 

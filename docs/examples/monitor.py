@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Shows what is replayed while training goes on, and what it saved once it is over.
+"""Shows what is replayed while training goes on, and step times once it is over.
 
     python docs/examples/monitor.py
 
 `ReplayMonitor` sends counts to the logger, says in the progress bar when a step is being recorded, and prints tables at
 the end: the recordings with their step times, and why the other steps were native. Times are the host's, from the start
-of a step to the start of the next one, so that measuring makes nobody wait. Without a GPU the slow stand-in runs, which
-saves nothing.
+of a step to the start of the next one, so that measuring makes nobody wait. What was saved is unknown here: all native
+steps are observed, which takes time, and do not count. Without a GPU the slow stand-in runs, which saves nothing.
 """
 
 from pathlib import Path

@@ -6,7 +6,10 @@ import csv
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_replay import Reason, ReplayStrategy
 from tests.demo.examples import load_example
 
 
@@ -21,3 +24,25 @@ def test_norms_are_logged_and_replayed(tmp_path):
     assert all(norm > 0 for norm in norms)
     assert report.norm_replays >= 20
     assert report.norm_copied == 0
+    assert report.norm_native == {Reason.WARM_UP: 6, Reason.RECORDING: 1} or torch.cuda.is_available()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("captures", [None, False, True], ids=["native", "not captured", "captured"])
+def test_its_module_trains_with_any_strategy(captures):
+    strategy = "auto" if captures is None else ReplayStrategy(backend="tape", capture_gradient_norm=captures)
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        gradient_clip_val=1.0,
+        max_steps=8,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    inputs = torch.randn(64, 8)
+    data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+    trainer.fit(load_example("log_gradient_norm").Regression(), DataLoader(data, batch_size=8))
+    assert trainer.global_step == 8
+    assert ("gradient_norm" in trainer.callback_metrics) is (captures is True)
