@@ -41,7 +41,8 @@ from lightning_replay.guards.reads import MAX_DEPTH, find_reads
 from lightning_replay.reasons import Finding, Reason
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_PYTHON_RANDOM = random.random.__self__  # type: ignore[attr-defined]
+_WATCHED = {id(random.random.__self__), id(np.random.mtrand._rand)}  # type: ignore[attr-defined]
+"""The generators of Python and NumPy themselves: a run that draws from them is found out."""
 
 
 def join(prefix: str, name: str) -> str:
@@ -306,7 +307,7 @@ class ModuleState:
         named += [(path, item) for path, _, items in self._containers for item in items]
         for path, value in named:
             kind = f"a {type(value).__qualname__}"
-            if isinstance(value, _GENERATORS) and value is not _PYTHON_RANDOM:
+            if isinstance(value, _GENERATORS) and id(value) not in _WATCHED:
                 return Finding(Reason.HOST_RANDOM, path, "the device's default generator", kind)
             if isinstance(value, Iterator) and not isinstance(value, (Tensor, io.IOBase)):
                 return Finding(Reason.ATTRIBUTE_WRITTEN, path, "nothing that a run advances", kind)

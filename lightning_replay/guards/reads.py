@@ -232,7 +232,9 @@ def _inside(where: str, value: Any, names: set[str]) -> Iterator[_Variable]:
         for name in names & variables.keys():
             path, inner = f"{place}.{name}", variables[name]
             places.append((path, inner))
-            if callable(inner) or not is_library(module.__name__.split(".")[0]):
+            if isinstance(inner, (FunctionType, BuiltinFunctionType, type)) or not is_library(
+                module.__name__.split(".")[0]
+            ):
                 yield (id(variables), name), (path, functools.partial(variables.get, name))
 
 
