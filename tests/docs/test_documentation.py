@@ -15,7 +15,9 @@ import torch
 from lightning.pytorch import Trainer
 from packaging.specifiers import SpecifierSet
 
-from lightning_replay import Reason, ReplayMonitor, ReplayStrategy
+from lightning_replay import Reason, ReplayMonitor, ReplayReport, ReplayStrategy
+from lightning_replay.dispatch import MAX_NEW_SIGNATURES
+from lightning_replay.report import RecordingStats
 from tests.demo.examples import EXAMPLES, load_example
 
 if sys.version_info >= (3, 11):
@@ -51,14 +53,15 @@ def test_the_first_example_runs(
 
 
 @pytest.mark.parametrize("block", spellings())
-def test_spellings_in_python(block: str) -> None:
+def test_spellings_in_python(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Trainer] = []
 
     def make(*args: Any, **kwargs: Any) -> Trainer:
         made.append(Trainer(*args, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **kwargs))
         return made[-1]
 
-    exec(compile(block, "README.md", "exec"), {"Trainer": make, "ReplayStrategy": ReplayStrategy})
+    monkeypatch.setattr("lightning.pytorch.Trainer", make)  # which each of them imports
+    exec(compile(block, "README.md", "exec"), {})
 
     assert [type(trainer.strategy) for trainer in made] == [ReplayStrategy]
 
@@ -177,6 +180,15 @@ def test_every_sentence_on_limits_names_its_tests() -> None:
             named |= {name} if not path else set()
 
     assert named == names_of_tests("tests/limits/test_limits.py"), "tests of limits that the page does not name"
+
+
+def test_times_and_waiting_are_explained() -> None:
+    columns = (ROOT / "docs" / "guide" / "callbacks.md").read_text(encoding="utf-8")
+    timed = ReplayReport(recordings=(RecordingStats("net", "(2, 3)", 0.1, 0, "bitwise", replay_ms=1.0),))
+
+    for name in timed.tables()[1].header[2:]:
+        assert f"\n- **{name}**: " in columns, name
+    assert f"after {MAX_NEW_SIGNATURES} calls, which are `warm_up` | `never_repeats`" in README
 
 
 def shown_in(page: str, start: str) -> str:
