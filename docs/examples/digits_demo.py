@@ -3,7 +3,7 @@
 """Trains on handwritten digits twice, natively and with ReplayStrategy, and compares the two runs as bits.
 
     python -m nox -s demo                        on a CUDA device if there is one, else with the tape on the CPU
-    python docs/examples/digits_demo.py --help   the same without nox
+    python docs/examples/digits_demo.py --help   the same without nox, after python -m pip install . scikit-learn
 
 The exit status is 0 if both runs are equal to the last bit and steps were replayed, and 1 otherwise.
 """
