@@ -7,6 +7,7 @@ import contextvars
 import enum
 import functools
 import sys
+import sysconfig
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -58,6 +59,13 @@ def package_of(item: Any) -> str:
 def is_library(package: str) -> bool:
     """Tells whether code of a package is trusted to read nothing that changes."""
     return package in LIBRARIES or package in sys.stdlib_module_names
+
+
+@functools.cache
+def is_installed(package: str) -> bool:
+    """Tells whether a package is not a user's own code, but was installed."""
+    path = getattr(sys.modules.get(package), "__file__", None) or ""
+    return path.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
 
 
 def is_container(value: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_replay.guards.contents import SCALARS, is_container, is_library, package_of, parts
+from lightning_replay.guards.contents import SCALARS, is_container, is_installed, is_library, package_of, parts
 
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "eval", "exec", "hasattr", "attrgetter", "__getattribute__"})
 _CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
@@ -65,7 +65,8 @@ def find_reads(
         given: More whose code may run.
         entry: A class, and a function of it that runs too.
     """
-    code = _Code()
+    objects = (type(v) for attributes in held for v in attributes.values() if is_container(v))
+    code = _Code({package_of(cls) for cls in (*classes, *objects)})
     for cls in classes:
         code.add_class(cls)
         code.dynamic |= _looks_attributes_up(cls)
@@ -78,9 +79,16 @@ def find_reads(
 
 
 class _Code:
-    """Code that may run: grows until nothing that it names leads to more."""
+    """Code that may run: grows until nothing that it names leads to more.
 
-    def __init__(self) -> None:
+    Of installed packages other than those that the modules and their attributes come from, functions are followed only.
+
+    Args:
+        packages: Where the modules, and the objects among their attributes, come from.
+    """
+
+    def __init__(self, packages: set[str]) -> None:
+        self._packages = packages
         self.names: set[str] = set()
         self.dynamic = False
         self.functions: dict[FunctionType, None] = {}
@@ -112,8 +120,9 @@ class _Code:
             elif isinstance(value, type):
                 self.add_class(value)
             elif isinstance(value, ModuleType):
-                self._modules.append(value)
-                self._add_members(vars(value) if not is_library(value.__name__.split(".")[0]) else {})
+                if self._is_followed(value.__name__.split(".")[0]):
+                    self._modules.append(value)
+                    self._add_members(vars(value))
             elif is_container(value):
                 self._add_object(value, depth)
             for inner in _inner(value):
@@ -130,11 +139,11 @@ class _Code:
     def add_class(self, cls: type) -> None:
         """Adds a class: what torch or Python calls of it, and whatever else code will be found to name."""
         is_module = issubclass(cls, Module)
-        if cls in self._classes or (is_library(package_of(cls)) and not is_module):
+        if cls in self._classes or not (self._is_followed(package_of(cls)) or is_module):
             return
         self._classes[cls] = None
         for base in cls.__mro__:
-            if base in (Module, object) or (is_library(package_of(base)) and not is_module):
+            if base in (Module, object) or not (self._is_followed(package_of(base)) or is_module):
                 continue
             # A run makes new objects, but not its module anew.
             self._add_members({k: v for k, v in vars(base).items() if not (is_module and k == "__init__")})
@@ -146,6 +155,9 @@ class _Code:
             for value in _definitions(cls, name):
                 self.add(value)
         self.add(type(cls))
+
+    def _is_followed(self, package: str) -> bool:
+        return not is_library(package) and (package in self._packages or not is_installed(package))
 
     def add_attributes(self, attributes: dict[str, Any]) -> None:
         """Adds attributes of an object: each matters once its name is found, all if any name may be looked up."""
@@ -182,12 +194,15 @@ class _Code:
             if function in self._methods:
                 self._add_names(names)
             return
+        is_followed = self._is_followed(package_of(function))
         self.functions[function] = None
         self.dynamic |= not _DYNAMIC.isdisjoint(names)
         self._add_names(names)
         for key, (path, get) in _read_by(function, names):
             self._variables[key] = path, get
-            if not isinstance(value := get(), ModuleType):  # in which only what this function names is read
+            value = get()
+            # Of a module of Python only what this function names is read.
+            if isinstance(value, FunctionType) or (is_followed and not isinstance(value, ModuleType)):
                 self.add(value)
         for value in (function.__defaults__, function.__kwdefaults__, vars(function)):
             self.add(value)
@@ -232,9 +247,8 @@ def _inside(where: str, value: Any, names: set[str]) -> Iterator[_Variable]:
         for name in names & variables.keys():
             path, inner = f"{place}.{name}", variables[name]
             places.append((path, inner))
-            if isinstance(inner, (FunctionType, BuiltinFunctionType, type)) or not is_library(
-                module.__name__.split(".")[0]
-            ):
+            is_code = isinstance(inner, (FunctionType, BuiltinFunctionType, type))
+            if is_code or not is_library(module.__name__.split(".")[0]):
                 yield (id(variables), name), (path, functools.partial(variables.get, name))
 
 
