@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_replay import Reason
 from lightning_replay.guards.module import ModuleState
+from lightning_replay.guards.reads import find_reads
 from tests.guards import elsewhere
 from tests.parity.harness import CLASSES, FEATURES, Learner, check_replayed, script
 
@@ -360,6 +361,15 @@ def test_what_is_not_read_does_not_matter(name: str, monkeypatch: pytest.MonkeyP
     change(module, monkeypatch)
 
     assert state.difference() is None
+
+
+def test_classes_of_installed_packages_are_not_followed() -> None:
+    module = net(lambda self, x: x if isinstance(self.held, pytest.Item) else elsewhere.scaled(x), held=None)
+
+    reads = find_reads({type(module)}, [vars(module)])
+
+    assert {function.__module__ for function in reads.functions} == {__name__, elsewhere.__name__}
+    assert not any(name.startswith("_pytest.") for name, _ in reads.variables)
 
 
 class Taking(nn.Module):
