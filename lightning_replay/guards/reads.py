@@ -81,7 +81,8 @@ def find_reads(
 class _Code:
     """Code that may run: grows until nothing that it names leads to more.
 
-    Of installed packages other than those that the modules and their attributes come from, functions are followed only.
+    Of functions of installed packages other than those that the modules and their attributes come from, what they read
+    of attributes counts, and nothing else.
 
     Args:
         packages: Where the modules, and the objects among their attributes, come from.
@@ -194,15 +195,16 @@ class _Code:
             if function in self._methods:
                 self._add_names(names)
             return
-        is_followed = self._is_followed(package_of(function))
+        if not self._is_followed(package_of(function)):
+            self._add_names(names)
+            return
         self.functions[function] = None
         self.dynamic |= not _DYNAMIC.isdisjoint(names)
         self._add_names(names)
         for key, (path, get) in _read_by(function, names):
             self._variables[key] = path, get
             value = get()
-            # Of a module of Python only what this function names is read.
-            if isinstance(value, FunctionType) or (is_followed and not isinstance(value, ModuleType)):
+            if not isinstance(value, ModuleType):  # of which only what this function names is read
                 self.add(value)
         for value in (function.__defaults__, function.__kwdefaults__, vars(function)):
             self.add(value)

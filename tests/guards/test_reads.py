@@ -363,7 +363,7 @@ def test_what_is_not_read_does_not_matter(name: str, monkeypatch: pytest.MonkeyP
     assert state.difference() is None
 
 
-def test_classes_of_installed_packages_are_not_followed() -> None:
+def test_code_of_installed_packages_is_not_followed() -> None:
     module = net(lambda self, x: x if isinstance(self.held, pytest.Item) else elsewhere.scaled(x), held=None)
 
     reads = find_reads({type(module)}, [vars(module)])

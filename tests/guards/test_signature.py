@@ -143,7 +143,11 @@ SWITCHES: list[tuple[Any, str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("holder", "name", "value"), SWITCHES, ids=str)
+@pytest.mark.parametrize(
+    ("holder", "name", "value"),
+    SWITCHES,
+    ids=[f"{getattr(holder, '__name__', type(holder).__name__)}.{name}" for holder, name, _ in SWITCHES],
+)
 def test_switches_of_torch_are_told_apart(holder: Any, name: str, value: Any) -> None:
     usual = getattr(holder, name, None)
     if usual in (None, value):
