@@ -12,7 +12,7 @@ import torch
 
 from lightning_replay import dispatch, inspection
 from lightning_replay.certification import Verdict
-from lightning_replay.dispatch import Slot
+from lightning_replay.dispatch import Dispatcher, Slot
 from lightning_replay.engine import modes, snapshot
 from lightning_replay.engine import reads as numbers
 from lightning_replay.engine.recording import Recording
@@ -24,6 +24,7 @@ from lightning_replay.inspection import Inspector, Tracer
 from lightning_replay.runner import making
 from lightning_replay.runner.backward import BackwardPass
 from lightning_replay.runner.calls import Sample
+from lightning_replay.runner.watching import BackwardWatch
 
 Off = Callable[[ExitStack], None]
 
@@ -185,6 +186,26 @@ MUTANTS: dict[str, Mutant] = {
     "forward of the class": Mutant(
         all_of(forget("_forwards"), off(reads, "_class_members", lambda *_: ())), ("class_forward",)
     ),
+    "calls of the class": Mutant(
+        off(module, "_entries", lambda cls: (cls.forward,)),
+        tests=("tests/guards/test_reads.py::test_a_change_is_seen[call of a class]",),
+    ),
+    "slots of modules": Mutant(
+        off(module, "_slot_variables", lambda named: ()),
+        tests=("tests/guards/test_reads.py::test_a_change_is_seen[slot of a module]",),
+    ),
+    "code and defaults of functions": Mutant(
+        after_taking(lambda s: s.__dict__.update(_functions=(), _code=[])),
+        tests=("tests/guards/test_reads.py::test_a_change_is_seen[body of a function]",),
+    ),
+    "code that arguments bring along": Mutant(
+        off(ModuleState, "follow", lambda self, arguments: None),
+        tests=("tests/guards/test_reads.py::test_what_the_code_of_an_argument_reads",),
+    ),
+    "tensors among attributes": Mutant(
+        off(ModuleState, "_has_the_same_tensors", lambda self: True),
+        tests=("tests/guards/test_reads.py::test_a_change_is_seen[plain tensor, transposed]",),
+    ),
     "forward on an instance": Mutant(off(module, "is_interposed", lambda value: True), ("instance_forward",)),
     "modes: autocast": Mutant(frozen_modes(autocast=(), autocast_cache=False), ("autocast",)),
     "modes: gradients": Mutant(
@@ -198,6 +219,18 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "modes: deterministic algorithms": Mutant(
         frozen_modes(switches=()), tests=("tests/parity/test_changes.py::test_deterministic_flag",)
+    ),
+    "modes: transformations": Mutant(
+        frozen_modes(transformed=False),
+        tests=("tests/parity/test_transforms.py::test_calls_that_are_transformed_are_native",),
+    ),
+    "what is frozen between forward and backward": Mutant(
+        off(Dispatcher, "still_fits", lambda self, region, key: True),
+        tests=("tests/gradients/test_conditions.py::test_a_parameter_frozen_before_the_backward",),
+    ),
+    "what Python does in a backward pass": Mutant(
+        off(BackwardWatch, "begin", lambda self: None),
+        tests=("tests/parity/test_gradients.py::test_python_in_the_backward_of_a_function",),
     ),
     "arguments: shapes and strides": Mutant(without_layouts(lambda layout: layout[2:]), ("shape", "layout")),
     "arguments: trainability": Mutant(without_layouts(lambda layout: (*layout[:3], *layout[4:])), ("trainable_input",)),
