@@ -10,8 +10,9 @@ Note [memory of a recording]
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -290,10 +291,35 @@ class Recorder:
 
         return self._backend.warm_up(run)
 
-    def differentiate_natively(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Runs the call once more where it is, without recording, and differentiates it."""
+    def differentiate_natively(
+        self, apart: Collection[int] = ()
+    ) -> tuple[list[Tensor | None], list[Tensor | None], list[tuple[int, Tensor]]]:
+        """Runs the call once more where it is, without recording, and differentiates it.
+
+        Args:
+            apart: Positions of parameters whose gradients are not to be added up.
+
+        Returns:
+            The gradients of parameters and inputs, and the parts of those that are left apart, with their positions, in
+            the order in which autograd would add them up.
+        """
         leaves = self._call.leaves()
-        return self._differentiate(take_apart(self._call(leaves), leaves, self._call.name), leaves)
+        result = take_apart(self._call(leaves), leaves, self._call.name)
+        parts: list[tuple[int, Tensor]] = []
+        positions = {id(self._parameters[i]): i for i in apart}
+        places: dict[Any, dict[int, int]] = {}
+        for node, index, leaf in _edges_to_leaves(result.outputs) if apart else ():
+            if id(leaf) in positions:
+                places.setdefault(node, {})[index] = positions[id(leaf)]
+
+        def take(indices: dict[int, int], gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+            taken = [(position, gradients[index]) for index, position in indices.items()]
+            parts.extend((position, gradient) for position, gradient in taken if gradient is not None)
+            return tuple(None if index in indices else gradient for index, gradient in enumerate(gradients))
+
+        for node, indices in places.items():  # the hooks go with the graph
+            node.register_hook(partial(take, indices))
+        return *self._differentiate(result, leaves), parts
 
     def _differentiate(
         self, result: Result, leaves: Sequence[Tensor]
@@ -413,6 +439,22 @@ class Recorder:
             shadows=shadows,
             several_uses=reference.several_uses,
         )
+
+
+def _edges_to_leaves(outputs: Iterable[Tensor]) -> Iterator[tuple[Any, int, Tensor]]:
+    """Yields each operation of an autograd graph that gives a leaf a gradient, at which index, and the leaf."""
+    pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        for index, (following, _) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            if hasattr(following, "variable"):
+                yield node, index, following.variable
+            elif following not in seen:
+                seen.add(following)
+                pending.append(following)
 
 
 def sequence_number() -> int:

@@ -154,11 +154,12 @@ class BackwardPass:
             Handles of the hooks that collect them.
 
         Raises:
-            NotReplayedError: If a recording holds a sum that other parts belong into.
+            NotReplayedError: If a sum that other parts belong into cannot be taken apart.
         """
+        calls: list[PendingCall] = []
         replayed: Counter[int] = Counter()
         possible: set[int] = set()  # a call that is differentiated anew may reach parameters it did not reach
-        fragile: dict[int, Region] = {}  # where a recording has already added or cast what others should have joined
+        fragile: set[int] = set()  # where a recording has already added or cast what others should have joined
         native: dict[int, list[tuple[Any, int, Parameter]]] = {}
         pending = [loss.grad_fn] if loss.grad_fn is not None else []
         seen = set(pending)
@@ -171,10 +172,11 @@ class BackwardPass:
                 recording = call.engaged.recording
                 cached = recording.call.modes.autocast_caches_weights
                 positions = publication.positions if cached else recording.several_uses
-                fragile |= {id(publication.buffers.parameters[i]): call.region for i in positions}
                 parameters = publication.buffers.parameters
+                fragile |= {id(parameters[i]) for i in positions}
                 hooked = set(map(id, call.hooked))
-                replayed.update({id(parameters[i]) for i in publication.positions} - hooked)
+                calls.append(call)
+                replayed.update(id(parameters[i]) for i in publication.positions)
                 possible |= {id(p) for p in parameters if p.requires_grad} - hooked
             for index, (following, _) in enumerate(node.next_functions):
                 if following is None:
@@ -186,10 +188,11 @@ class BackwardPass:
                 elif following not in seen:
                     seen.add(following)
                     pending.append(following)
-        for key, region in fragile.items():
-            if replayed[key] + len(native.get(key, ())) > 1:
-                actual = "a use that was not there when the region was recorded"
-                raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, region.name, "one use of it", actual))
+        joined = {key for key in fragile if replayed[key] + len(native.get(key, ())) > 1}
+        if joined:
+            casts = {key for key in joined & native.keys() if any("ToCopy" in node.name() for node, *_ in native[key])}
+            for call in calls:
+                _leave_apart(call, joined, casts | {key for key in joined if replayed[key] > 1})
         places: dict[Any, dict[int, Parameter]] = {}
         for key in possible & native.keys():
             for node, index, parameter in native[key]:
@@ -222,12 +225,12 @@ class BackwardPass:
         engaged = pending.engaged
         recording = engaged.recording
         failed = None
-        if matches := recording.matches(cotangents):
+        if (matches := recording.matches(cotangents)) and not pending.apart:
             try:
                 recording.backward(cotangents)
             except Exception as error:  # whatever the driver reports
                 failed = error
-        if matches and failed is None:
+        if matches and failed is None and not pending.apart:
             pending.gradients = recording.gradients
             inputs = [None if g is None else clone_exactly(g) for g in recording.input_gradients]
         else:
@@ -235,6 +238,10 @@ class BackwardPass:
             pending.gradients, inputs = self._recompute(pending, cotangents)
         if failed is not None:
             self.drop_failed(pending.region, failed)
+        elif pending.apart:
+            finding = _new_use(pending.region)
+            self._on_finding(finding)
+            pending.region.retire(finding)
         elif not matches:
             engaged.mismatches += 1
             finding = Finding(Reason.COTANGENTS, name, "gradients for the same results", "another set or layout")
@@ -263,7 +270,10 @@ class BackwardPass:
     def _recompute(
         self, pending: PendingCall, cotangents: tuple[Tensor | None, ...]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Runs a replayed call natively from the state at its entry, and differentiates that run."""
+        """Runs a replayed call natively from the state at its entry, and differentiates that run.
+
+        What is to be left apart arrives here, part by part.
+        """
         recording = pending.engaged.recording
         buffers = pending.engaged.publication.buffers
         now = Snapshot(self._backend, recording.written)
@@ -275,9 +285,11 @@ class BackwardPass:
         try:
             with stand_ins(pending.region.module, [buffers.parameters[i] for i in trainable]) as leaves:
                 recorder = Recorder(self._backend, recording.pool, recording.call, leaves, cotangents)
-                gradients, inputs = recorder.differentiate_natively()
+                apart = [trainable.index(position) for position in pending.apart]
+                gradients, inputs, parts = recorder.differentiate_natively(apart)
         finally:
             now.restore()
+        self._arrived += [NativePart(buffers.parameters[trainable[i]], gradient) for i, gradient in parts]
         return spread(gradients, trainable, len(buffers.parameters)), inputs
 
     def _publish(self, arrived: list[PendingCall | NativePart]) -> bool:
@@ -331,8 +343,7 @@ class BackwardPass:
         for parameter, parts in contributions.items():
             region = several.get(parameter)
             if region is not None and len(parts) + (parameter in shared) > 1:
-                actual = "a use that was not there when the region was recorded"
-                raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, region.name, "one use of it", actual))
+                raise NotReplayedError(_new_use(region))
         late = {p: contributions.pop(p) for p in [*contributions] if p._backward_hooks or p._post_accumulate_grad_hooks}
         added, fresh = hand_over(contributions, owners)
         self.added += added > 0
@@ -343,3 +354,30 @@ class BackwardPass:
                 where = f"a parameter of shape {tuple(parameter.shape)}"
                 raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, where, expected, actual))
             torch.autograd.backward(parameter, sum(parts[1:], start=clone_exactly(parts[0])))
+
+
+def _new_use(region: Region) -> Finding:
+    actual = "a use that was not there when the region was recorded"
+    return Finding(Reason.SHARED_PARAMETER, region.name, "one use of it", actual)
+
+
+def _leave_apart(call: PendingCall, joined: set[int], cast: set[int]) -> None:
+    """Has a call differentiated so that others can join its parts of some gradients.
+
+    Args:
+        call: The replayed call.
+        joined: Parameters, by id, that others give a gradient too.
+        cast: Those of them of which others may use a cast, one that autocast would have shared with this call.
+
+    Raises:
+        NotReplayedError: If the parts are added up where others cannot join them: below a shared cast, or for a hook.
+    """
+    buffers, recording = call.engaged.publication.buffers, call.engaged.recording
+    cached = recording.call.modes.autocast_caches_weights
+    hooked = set(map(id, call.hooked))
+    for key in joined & buffers.positions.keys():
+        several = buffers.positions[key] in recording.several_uses
+        if (cached and key in cast) or (several and key in hooked):
+            raise NotReplayedError(_new_use(call.region))
+        if several:
+            call.apart.add(buffers.positions[key])

@@ -95,6 +95,7 @@ class PendingCall:
         gradients: Its gradients for the region's parameters, once it has been differentiated.
         recomputed: They come from a native run instead of the backward graph.
         input_uses: For each argument's place in the autograd graph the number of operations that use it.
+        apart: Positions of parameters whose gradients the recording would add up before others join them.
     """
 
     backward: "BackwardPass"
@@ -106,6 +107,7 @@ class PendingCall:
     gradients: list[Tensor | None] = field(default_factory=list)
     recomputed: bool = False
     input_uses: dict[Any, int] = field(default_factory=dict)
+    apart: set[int] = field(default_factory=set)
 
     @property
     def is_whole(self) -> bool:

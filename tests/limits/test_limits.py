@@ -636,29 +636,93 @@ def test_a_second_backward_of_a_replayed_step_is_an_error() -> None:
         fit(lambda: Twice(make_net()), replaying())
 
 
-def test_a_later_use_of_a_parameter_that_is_used_twice_is_an_error() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+class Tied(nn.Module):
+    """Uses one layer three times, so that the order of a sum shows in its bits."""
 
-        def forward(self, inputs: Tensor) -> Tensor:
-            return self.layer(torch.tanh(self.layer(inputs)))
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
 
-    class Penalised(Regression):
-        begin = 6
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(inputs)))))
 
+
+class UsedLater(Regression):
+    """Uses a weight of its network once more from a step on."""
+
+    begin = 6
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.extra(batch[0]) if batch_idx >= self.begin else loss
+
+    def extra(self, inputs: Tensor) -> Tensor:
+        return 0.1 * self.net.layer.weight.square().sum()
+
+
+class UsedFromTheStart(UsedLater):
+    begin = 0
+
+
+class UsedInACast(UsedLater):
+    def extra(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.net.layer.weight).square().mean()
+
+
+class UsedInASecondCall(UsedLater):
+    def extra(self, inputs: Tensor) -> Tensor:
+        return self.net(2 * inputs).square().mean()
+
+
+class UsedFirst(UsedLater):
+    """The new use comes before the network's own."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        extra = self.extra(batch[0]) if batch_idx >= self.begin else 0.0
+        return Regression.training_step(self, batch, batch_idx) + extra
+
+
+class PenalisedUnderAutocast(UsedLater):
+    """Autocast shares the network's casts, but a penalty uses none."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [UsedLater, UsedFirst, UsedInACast, UsedInASecondCall])
+@pytest.mark.parametrize("scope", ["network", "step"])
+def test_a_later_use_of_a_parameter_that_is_used_twice_is_native(kind: type[UsedLater], scope: str) -> None:
+    report = fit_both(lambda: kind(Tied()), scope=scope).report()
+
+    assert report.steps_replayed > 0
+    assert report.reasons[Reason.SHARED_PARAMETER] > 0
+
+
+def test_a_later_use_beside_a_shared_cast_is_added_to_it() -> None:
+    report = fit_both(lambda: PenalisedUnderAutocast(Tied())).report()
+
+    assert report.steps_replayed == STEPS - 4
+    assert Reason.SHARED_PARAMETER not in report.reasons
+
+
+def test_a_later_use_of_a_cast_or_hooked_parameter_is_an_error() -> None:
+    class SharesCasts(UsedInACast):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            return loss + self.net.layer.weight.square().sum() if batch_idx >= self.begin else loss
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().training_step(batch, batch_idx)
 
-    class PenalisedFromTheStart(Penalised):
-        begin = 0
+    class Hooked(UsedLater):
+        def on_fit_start(self) -> None:
+            self.net.layer.weight.register_hook(lambda gradient: gradient)
 
     with pytest.raises(NotReplayedError, match="shared_parameter"):
-        fit(lambda: Penalised(Tied()), replaying())
+        fit(lambda: SharesCasts(Tied()), replaying())
+    with pytest.raises(NotReplayedError, match="shared_parameter"):
+        fit(lambda: Hooked(Tied()), replaying())
     strategy = replaying()
-    fit(lambda: PenalisedFromTheStart(Tied()), strategy)
+    fit(lambda: UsedFromTheStart(Tied()), strategy)
+    assert strategy.report().steps_replayed == 0
     assert strategy.report().reasons[Reason.SHARED_PARAMETER] > 0
 
 

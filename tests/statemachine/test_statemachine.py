@@ -44,7 +44,7 @@ def test_nothing_is_compared_after_a_declared_error() -> None:
     machine = make_machine()()
     try:
         machine.begin(seed=712, wild=False, patient=True)
-        machine.tie(choice=0, steps=1)
+        machine.autocast(choice=1, steps=6)  # with a weight cache, which two calls of a step would share
         machine.deep_copy(choice=0, steps=1)
         machine.calls(choice=4, steps=1)
         assert machine.world.over
