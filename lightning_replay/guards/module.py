@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import random
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -43,6 +44,9 @@ from lightning_replay.reasons import Finding, Reason
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _WATCHED = {id(random.random.__self__), id(np.random.mtrand._rand)}  # type: ignore[attr-defined]
 """The generators of Python and NumPy themselves: a run that draws from them is found out."""
+
+
+_HAS_OBJECTS_FROM_ITERATORS = np.lib.NumpyVersion(np.__version__) >= "1.23.0"
 
 
 def join(prefix: str, name: str) -> str:
@@ -88,7 +92,9 @@ def identities(values: Iterable[Any]) -> bytes:
     Of two lists whose objects are all alive, this is the same only if they hold the very same objects. Comparing it
     takes a tenth of the time of comparing them one by one.
     """
-    return np.fromiter(values, dtype=object).tobytes()
+    if _HAS_OBJECTS_FROM_ITERATORS:
+        return np.fromiter(values, dtype=object).tobytes()
+    return array("Q", map(id, values)).tobytes()
 
 
 class ModuleState:

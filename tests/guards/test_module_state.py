@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from lightning_replay import Reason
 from lightning_replay.dispatch import Dispatcher
 from lightning_replay.engine.tape import TapePool
+from lightning_replay.guards import module as guards_module
 from lightning_replay.guards.module import (
     AttributeWatch,
     ModuleState,
     find_hidden_state,
     find_hooks,
+    identities,
     join,
     recurrent_networks,
 )
@@ -242,3 +244,15 @@ def test_watch(name: str) -> None:
 
 def test_join() -> None:
     assert [join("a", "b"), join("", "b"), join("a", ""), join("", "")] == ["a.b", "b", "a", ""]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_identities_tell_objects_apart_that_are_equal(is_new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards_module, "_HAS_OBJECTS_FROM_ITERATORS", is_new)  # NumPy >= 1.23
+    objects = [torch.ones(2), torch.ones(2), None, True, {}, {}]
+
+    assert identities(iter(objects)) == identities(objects)
+    assert identities(objects) != identities([objects[1], objects[0], *objects[2:]])
+    assert identities(objects) != identities([*objects[:4], objects[5], objects[4]])
+    assert identities(objects) != identities(objects[:-1])
+    assert identities([]) == b""
