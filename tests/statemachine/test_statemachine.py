@@ -40,6 +40,21 @@ def test_random_sequences() -> None:
     assert totals.actions["record"] > 25
 
 
+def test_a_backward_that_raises_between_two_calls_leaves_what_had_arrived() -> None:
+    """A limit: native adds up all parts of a gradient before it shows any of them."""
+    machine = make_machine()()
+    try:
+        machine.begin(seed=0, wild=True, patient=False)
+        machine.habit(choice=1, steps=1)
+        machine.accumulation(choice=0, steps=1)
+        machine.accumulation(choice=0, steps=1)
+        machine.calls(choice=1, steps=1)
+        with pytest.raises(AssertionError, match="native None, replay torch"):
+            machine.habit(choice=4, steps=1)  # writes what autograd has saved: an error of the backward pass
+    finally:
+        machine.teardown()
+
+
 def test_nothing_is_compared_after_a_declared_error() -> None:
     machine = make_machine()()
     try:
