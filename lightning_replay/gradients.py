@@ -209,13 +209,13 @@ def hand_over(
         total = parts[0]
         for part in parts[1:]:
             total = total + part
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            parameter.grad = total + parameter.grad  # a sparse one cannot hold the sum
-            fresh += 1
-            continue
         if parameter.grad is not None:
-            live.append(parameter.grad)
-            added.append(total)
+            if parameter.grad.layout is torch.strided:
+                live.append(parameter.grad)
+                added.append(total)
+            else:  # a sparse one cannot hold the sum
+                parameter.grad = total + parameter.grad
+                fresh += 1
             continue
         target = None
         if parameter in buffers:

@@ -10,7 +10,7 @@ Note [memory of a recording]
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -307,18 +307,16 @@ class Recorder:
         result = take_apart(self._call(leaves), leaves, self._call.name)
         parts: list[tuple[int, Tensor]] = []
         positions = {id(self._parameters[i]): i for i in apart}
-        places: dict[Any, dict[int, int]] = {}
-        for node, index, leaf in _edges_to_leaves(result.outputs) if apart else ():
-            if id(leaf) in positions:
-                places.setdefault(node, {})[index] = positions[id(leaf)]
 
         def take(indices: dict[int, int], gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
             taken = [(position, gradients[index]) for index, position in indices.items()]
             parts.extend((position, gradient) for position, gradient in taken if gradient is not None)
             return tuple(None if index in indices else gradient for index, gradient in enumerate(gradients))
 
-        for node, indices in places.items():  # the hooks go with the graph
-            node.register_hook(partial(take, indices))
+        for node in {node for node, _ in edges(*result.outputs)} if apart else ():
+            leaves_below = (id(getattr(following, "variable", None)) for following, _ in node.next_functions)
+            if indices := {index: positions[leaf] for index, leaf in enumerate(leaves_below) if leaf in positions}:
+                node.register_hook(partial(take, indices))  # which goes with the graph
         return *self._differentiate(result, leaves), parts
 
     def _differentiate(
@@ -441,20 +439,19 @@ class Recorder:
         )
 
 
-def _edges_to_leaves(outputs: Iterable[Tensor]) -> Iterator[tuple[Any, int, Tensor]]:
-    """Yields each operation of an autograd graph that gives a leaf a gradient, at which index, and the leaf."""
+def edges(*outputs: Tensor) -> Iterator[tuple[Any, tuple[Any, int]]]:
+    """Yields each operation of an autograd graph with each place it gives a gradient to."""
     pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(pending)
     while pending:
         node = pending.pop()
-        for index, (following, _) in enumerate(node.next_functions):
-            if following is None:
+        for edge in node.next_functions:
+            if edge[0] is None:
                 continue
-            if hasattr(following, "variable"):
-                yield node, index, following.variable
-            elif following not in seen:
-                seen.add(following)
-                pending.append(following)
+            yield node, edge
+            if edge[0] not in seen:
+                seen.add(edge[0])
+                pending.append(edge[0])
 
 
 def sequence_number() -> int:

@@ -191,12 +191,10 @@ class _Code:
     def _add_function(self, function: FunctionType) -> None:
         codes = list(_codes(function.__code__))
         names = {name for code in codes for name in _names(code)}
-        if is_library(package_of(function)):
-            if function in self._methods:
+        package = package_of(function)
+        if not self._is_followed(package):
+            if function in self._methods or not is_library(package):
                 self._add_names(names)
-            return
-        if not self._is_followed(package_of(function)):
-            self._add_names(names)
             return
         self.functions[function] = None
         self.dynamic |= not _DYNAMIC.isdisjoint(names)

@@ -15,13 +15,13 @@ from torch.nn import Parameter
 from lightning_replay.dispatch import Region
 from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.layout import clone_exactly
-from lightning_replay.engine.recording import Recorder
+from lightning_replay.engine.recording import Recorder, edges
 from lightning_replay.engine.snapshot import Snapshot
 from lightning_replay.engine.standins import stand_ins
 from lightning_replay.errors import NotReplayedError
 from lightning_replay.gradients import GradientBuffers, hand_over
 from lightning_replay.reasons import Finding, Reason
-from lightning_replay.runner.calls import NativePart, PendingCall, ReplayFunction, edges
+from lightning_replay.runner.calls import NativePart, PendingCall, ReplayFunction
 from lightning_replay.runner.making import spread
 
 MAX_COTANGENT_MISMATCHES = 3
@@ -225,12 +225,12 @@ class BackwardPass:
         engaged = pending.engaged
         recording = engaged.recording
         failed = None
-        if (matches := recording.matches(cotangents)) and not pending.apart:
+        if matches := not pending.apart and recording.matches(cotangents):
             try:
                 recording.backward(cotangents)
             except Exception as error:  # whatever the driver reports
                 failed = error
-        if matches and failed is None and not pending.apart:
+        if matches and failed is None:
             pending.gradients = recording.gradients
             inputs = [None if g is None else clone_exactly(g) for g in recording.input_gradients]
         else:

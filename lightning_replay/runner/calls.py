@@ -3,7 +3,6 @@
 """Calls of regions on their way through a step: replayed ones, and native ones kept to be recorded."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from lightning_replay.dispatch import Engaged, Region, Slot
-from lightning_replay.engine.recording import Call
+from lightning_replay.engine.recording import Call, edges
 from lightning_replay.engine.snapshot import Snapshot
 from lightning_replay.reasons import Finding, Reason
 
@@ -155,18 +154,3 @@ def edge_of(tensor: Tensor) -> tuple[Any, int]:
     """Returns the place of a tensor in the autograd graph."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
-
-
-def edges(loss: Tensor) -> Iterator[tuple[Any, tuple[Any, int]]]:
-    """Yields each operation of an autograd graph with each place it gives a gradient to."""
-    pending = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        for edge in node.next_functions:
-            if edge[0] is None:
-                continue
-            yield node, edge
-            if edge[0] not in seen:
-                seen.add(edge[0])
-                pending.append(edge[0])
