@@ -4,25 +4,49 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.benchmarks.receipt import ROOT, command_line, receipt, write
 from tests.benchmarks.workloads import WORKLOADS
 
 
-def run_worker(arm: str, models: Sequence[str], options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def lane_environment(lane: int, lanes: int) -> dict[str, str]:
+    """Returns what gives the processes of one lane a GPU and a share of the cores to themselves.
+
+    Args:
+        lane: the lane, from 0.
+        lanes: how many there are.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // lanes
+    own = cores[lane * share : (lane + 1) * share]
+    if lanes == 1:
+        return {}
+    return {
+        "CUDA_VISIBLE_DEVICES": str(lane),
+        "LIGHTNING_REPLAY_CORES": ",".join(map(str, own)),
+        "OMP_NUM_THREADS": str(share),  # is read when torch is imported, before the process takes its cores
+    }
+
+
+def run_worker(
+    arm: str, models: Sequence[str], options: Mapping[str, Any], environment: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, Any]]:
     """Runs one arm over some workloads in a process of its own; a run that failed has an "error".
 
     Args:
         arm: the arm.
         models: the workloads.
         options: further options of the worker.
+        environment: further environment variables of the process.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "runs.json"
@@ -31,7 +55,7 @@ def run_worker(arm: str, models: Sequence[str], options: Mapping[str, Any]) -> l
         for name, value in options.items():
             command += [f"--{name}", str(value)]
         started = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, check=False)
+        done = subprocess.run(command, cwd=ROOT, check=False, env={**os.environ, **environment})
         seconds = time.perf_counter() - started
         if out.exists():
             measured = json.loads(out.read_text())

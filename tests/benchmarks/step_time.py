@@ -18,11 +18,13 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 from tests.benchmarks import worker
 from tests.benchmarks.arms import FULL_ITERATION, NAMES, NETWORK_ARMS, NORM_ARMS, USUAL_ARMS
-from tests.benchmarks.processes import run_worker
+from tests.benchmarks.processes import lane_environment, run_worker
 from tests.benchmarks.receipt import command_line, receipt, write
 from tests.benchmarks.workloads import WORKLOADS
 
@@ -35,7 +37,7 @@ FIXED = {
     "model_summary": False,
     "deterministic": False,
     "cudnn_benchmark": False,
-    "process": "fresh for each arm and repeat, all workloads in it",
+    "process": "fresh for each arm and repeat, all workloads of its lane in it",
     "memory": "peaks since the workload's batches were on the device, its module not yet",
     "not_measured": "no external observer of clocks and power; no loader, validation or checkpoint in the fit",
 }
@@ -55,12 +57,19 @@ _HOST = ("clip_host_ms", "update_host_ms")
 def main() -> int:
     options = _parser().parse_args()
     runs: list[dict[str, Any]] = []
-    for repeat in range(options.repeats):
-        for arm in options.arms if repeat % 2 == 0 else options.arms[::-1]:
-            runs += _process(options, arm, repeat)
-            # Written after every process: a run that is cut short leaves what it has measured.
-            complete = len(runs) == options.repeats * sum(len(_models(arm, options.models)) for arm in options.arms)
-            write(options.out, _receipt(options, runs, complete))
+    planned = options.repeats * sum(len(_models(arm, options.models)) for arm in options.arms)
+    writing = Lock()
+
+    def run_lane(lane: int) -> None:
+        for repeat in range(options.repeats):
+            for arm in options.arms if repeat % 2 == 0 else options.arms[::-1]:
+                measured = _process(options, arm, repeat, lane)
+                with writing:  # after every process: a run that is cut short leaves what it has measured
+                    runs.extend(measured)
+                    write(options.out, _receipt(options, runs, len(runs) == planned))
+
+    with ThreadPoolExecutor(options.lanes) as lanes:
+        list(lanes.map(run_lane, range(options.lanes)))
     summary = summarise(runs)
     print(table(summary))
     return _complain(runs, options)
@@ -130,6 +139,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=NAMES, default=list(USUAL_ARMS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--lanes",
+        type=int,
+        default=1,
+        help="workloads are dealt to so many lanes, which run at the same time, each with a GPU and cores of its own;"
+        " all arms of a workload run in the same one",
+    )
     parser.add_argument("--out", required=True, help="the receipt to write")
     worker.add_common(parser)
     return parser
@@ -140,10 +156,14 @@ def _models(arm: str, models: Sequence[str]) -> list[str]:
     return [model for model in models if model != "empty" or arm not in NETWORK_ARMS]
 
 
-def _process(options: argparse.Namespace, arm: str, repeat: int) -> list[dict[str, Any]]:
-    """Runs one arm over all its workloads in a process of its own."""
+def _process(options: argparse.Namespace, arm: str, repeat: int, lane: int) -> list[dict[str, Any]]:
+    """Runs one arm over all workloads of a lane in a process of its own."""
+    models = _models(arm, options.models[lane :: options.lanes])
+    if not models:
+        return []
     names = ("steps", "skip", "window", "precision", "clip", "update", "log", "seed", "device", "backend")
-    measured = run_worker(arm, _models(arm, options.models), {name: getattr(options, name) for name in names})
+    given = {name: getattr(options, name) for name in names}
+    measured = run_worker(arm, models, given, lane_environment(lane, options.lanes))
     print(f"repeat {repeat}, {arm}: {measured[0]['process_seconds']:.1f} s", flush=True)
     return [{**run, "repeat": repeat} for run in measured]
 

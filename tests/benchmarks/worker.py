@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import logging
+import os
 import statistics
 import tempfile
 import time
@@ -31,6 +32,8 @@ from tests.helpers.parity import plain
 
 def main() -> None:
     options = parser().parse_args()
+    if cores := os.environ.get("LIGHTNING_REPLAY_CORES"):
+        os.sched_setaffinity(0, map(int, cores.split(",")))
     # Advice at every fit would only bury errors.
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
