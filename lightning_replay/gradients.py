@@ -7,7 +7,8 @@ Note [ownership of a gradient]
     a parameter. When Lightning's backward has ended, the gradients are handed over in one of three ways:
 
     published   No `.grad` is alive and nobody else holds the buffers: a third graph copies the gradients into stable
-                buffers outside of the pool, and the buffers become `.grad`. The usual step; no launch per parameter.
+                buffers, which no other graph writes, and the buffers become `.grad`. The usual step; no launch per
+                parameter.
     added       A `.grad` is alive (accumulation, zeroing in place, a user's own tensor): the gradients are added to it
                 in place, as AccumulateGrad does. The buffer that holds it is written by nothing else.
     fresh       `.grad` is None, but someone kept a tensor on the buffer (a gradient of an earlier step): the gradient
@@ -59,15 +60,25 @@ class GradientBuffers:
         self._expected: dict[tuple[int, ...], list[list[int]]] = {}
         self._alone: dict[int, tuple[Any, ...]] = {}
 
-    def provide(self, positions: Iterable[int]) -> None:
-        """Allocates the buffers at these positions that do not exist yet."""
-        for i in positions:
-            if self.buffers[i] is None:
-                self.buffers[i] = allocate_gradient(self.parameters[i])
-                self._storages[i] = self.at(i).untyped_storage()
-                self._handles[i] = self._storages[i]._cdata
-                self._alone[i] = self._count(i)
-                self._expected.clear()
+    def provide(self, backend: GraphBackend, pool: Pool, positions: Iterable[int]) -> None:
+        """Allocates the buffers at these positions that do not exist yet.
+
+        They lie in a recording's pool, where they and the recording fill up each other's gaps; for as long as they
+        live, no graph of the pool writes there but the recorded copies.
+
+        Raises:
+            Exception: As `GraphBackend.allocate`; nothing has changed then.
+        """
+        missing = [i for i in positions if self.buffers[i] is None]
+        if not missing:
+            return
+        made = backend.allocate(pool, lambda: [allocate_gradient(self.parameters[i]) for i in missing])
+        for i in reversed(missing):
+            self.buffers[i] = made.pop()  # the list must not count as a reference
+            self._storages[i] = self.at(i).untyped_storage()
+            self._handles[i] = self._storages[i]._cdata
+            self._alone[i] = self._count(i)
+        self._expected.clear()
 
     def _count(self, position: int) -> tuple[Any, ...]:
         return next(zip(*self._references([self.buffers[position]], [position]), strict=True))
@@ -154,7 +165,7 @@ class Publication:
         self.positions = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
         self.sources = [gradient for gradient in gradients if gradient is not None]
         self.buffers = buffers
-        buffers.provide(self.positions)
+        buffers.provide(backend, pool, self.positions)
         self.parameters = [buffers.parameters[i] for i in self.positions]
         self._graph: Graph | None = None
         if self.sources:

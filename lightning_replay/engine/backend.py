@@ -64,6 +64,17 @@ class GraphBackend(Protocol):
             Exception: Whatever `run` raised. The device, the allocator and the generator are usable in either case.
         """
 
+    def allocate(self, pool: Any, make: Callable[[], T]) -> T:
+        """Runs a callable that only allocates, out of a pool: no graph of it writes there while the tensors live.
+
+        Args:
+            pool: What `new_pool` returned.
+            make: The callable.
+
+        Raises:
+            Exception: As `capture`.
+        """
+
     def unnoticed(self) -> AbstractContextManager[None]:
         """Surrounds code inside of a capture that must not find out that it is being captured."""
 

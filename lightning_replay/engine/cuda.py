@@ -107,13 +107,14 @@ class CudaGraphBackend:
 
     def prepare(self) -> None:
         """Gives the capture stream its cuBLAS workspace. See Note [cuBLAS workspaces]."""
-        square = torch.zeros(16, 16, device=self.device)
+        square, product = torch.zeros(2, 16, 16, device=self.device)
         if self._workspaces is None:
             torch.mm(square, square)  # makes the handle, which a capture cannot
             self._workspaces = self.new_pool()
             if not _others_have_graphs():
                 torch._C._cuda_clearCublasWorkspaces()
-        self.capture(self._workspaces, lambda: torch.mm(square, square))  # each time: others may have cleared it
+        # Each time: others may have cleared it.
+        self.capture(self._workspaces, lambda: torch.mm(square, square, out=product))
 
     @contextlib.contextmanager
     def _on_capture_stream(self) -> Iterator[None]:
@@ -144,8 +145,22 @@ class CudaGraphBackend:
     def capture(self, pool: CudaPool, run: Callable[[], T], *, overwrites_pool: bool = False) -> tuple[Any, T]:
         """Records what a callable launches."""
         if pool.anchor is None:
-            pool.anchor, _ = self._capture(pool.handle, lambda: torch.zeros(1, device=self.device))
+            pool.anchor, _ = self._capture(pool.handle, self._launch())
         return self._capture(pool.handle, run)
+
+    def allocate(self, pool: CudaPool, make: Callable[[], T]) -> T:
+        """Runs a callable that only allocates, out of a pool."""
+        launch = self._launch()
+
+        def run() -> T:
+            launch()
+            return make()
+
+        return self.capture(pool, run)[1]
+
+    def _launch(self) -> Callable[[], Any]:
+        """Returns what launches something and allocates nothing: torch warns of graphs that are empty."""
+        return torch.zeros(1, device=self.device).zero_
 
     def _capture(self, handle: Any, run: Callable[[], T]) -> tuple[Any, T]:
         graph = torch.cuda.CUDAGraph()

@@ -30,8 +30,9 @@ def _precision_readers() -> tuple[Callable[[], Any], ...]:
 _COMMON = (
     torch.are_deterministic_algorithms_enabled,
     torch.is_deterministic_algorithms_warn_only_enabled,
-    torch.backends.opt_einsum._get_enabled,
-    torch.backends.opt_einsum._get_strategy,
+    # Its own getters miss what is assigned to the module, which torch.einsum reads.
+    partial(getattr, torch.backends.opt_einsum, "enabled"),
+    partial(getattr, torch.backends.opt_einsum, "strategy"),
 )
 _CUDA = _precision_readers() + _readers(
     "_get_cublas_allow_fp16_accumulation",

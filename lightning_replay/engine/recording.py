@@ -6,7 +6,7 @@ Note [memory of a recording]
     Forward and backward share one pool, so a recording needs about as much memory as a native step. The price is that
     a forward replay may overwrite anything the backward left in the pool, gradients included. So what others see lives
     elsewhere: arguments and incoming gradients are copied into static tensors outside of the pool, results are handed
-    out as fresh copies, and gradients are published into buffers outside of the pool (gradients.py).
+    out as fresh copies, and gradients are published into buffers that no other graph writes (gradients.py).
 """
 
 import contextlib

@@ -191,6 +191,10 @@ class TapeBackend:
             result = run()
         return tape, result
 
+    def allocate(self, pool: TapePool, make: Callable[[], T]) -> T:
+        """Runs a callable; what no tape of the pool writes is not the pool's."""
+        return make()
+
     def unnoticed(self) -> contextlib.AbstractContextManager[None]:
         """Nothing gives a tape away."""
         return contextlib.nullcontext()

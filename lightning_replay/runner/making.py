@@ -65,23 +65,20 @@ class Maker:
         started = time.perf_counter()
         parameters = region.buffers.parameters
         try:
-            # Before anything that is given back afterwards: they stay, and are to fill the gaps in memory.
-            region.buffers.provide(i for i, parameter in enumerate(parameters) if parameter.grad is not None)
+            # First, so that the recording fills what they leave of the pool's segments.
+            reached = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
+            region.buffers.provide(self._backend, sample.slot.pool, reached)
             present = Snapshot(self._backend, region.state.buffers)
             weights = Snapshot(self._backend, region.state.parameters)
-        except torch.cuda.OutOfMemoryError as error:
-            return _out_of_memory(region, error)
+        except Exception as error:
+            return _why_failed(region, error)
         attributes = AttributeWatch(region.members, region.module, region.ignored, region.entry)
         finding = None
         try:
             engaged = self._record(sample, step)
             engaged.stats.capture_seconds = time.perf_counter() - started
-        except CaptureError as error:
-            finding = error.finding
-        except torch.cuda.OutOfMemoryError as error:
-            finding = _out_of_memory(region, error)
         except Exception as error:
-            finding = Finding(Reason.CAPTURE_FAILED, region.name, "a recording", f"{type(error).__name__}: {error}")
+            finding = _why_failed(region, error)
         finally:
             changed = attributes.difference()
             attributes.restore()
@@ -279,8 +276,12 @@ class Maker:
         return verdict
 
 
-def _out_of_memory(region: Region, error: Exception) -> Finding:
-    return Finding(Reason.OUT_OF_MEMORY, region.name, "memory for a recording", str(error).split("\n")[0])
+def _why_failed(region: Region, error: Exception) -> Finding:
+    if isinstance(error, CaptureError):
+        return error.finding
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return Finding(Reason.OUT_OF_MEMORY, region.name, "memory for a recording", str(error).split("\n")[0])
+    return Finding(Reason.CAPTURE_FAILED, region.name, "a recording", f"{type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ class BrokenBackend(TapeBackend):
     Args:
         warm_up: Which warm-up raises, counted from 1.
         capture: Which capture raises.
+        allocate: Which allocation raises.
         half_way: Raise after the work was done, or in the middle of it.
         replay: Which replay of which graph raises.
         error: What is raised.
@@ -56,14 +57,15 @@ class BrokenBackend(TapeBackend):
         device: torch.device,
         warm_up: int = 0,
         capture: int = 0,
+        allocate: int = 0,
         half_way: bool = False,
         replay: tuple[int, int] = (0, 0),
         error: Callable[[str], Exception] = RuntimeError,
     ) -> None:
         super().__init__(device, poison=True)
-        self.fails = {"warm_up": warm_up, "capture": capture}
+        self.fails = {"warm_up": warm_up, "capture": capture, "allocate": allocate}
         self.half_way, self.replay, self.error = half_way, replay, error
-        self.counts = {"warm_up": 0, "capture": 0}
+        self.counts = dict.fromkeys(self.fails, 0)
 
     def _fail(self, kind: str, run: Callable[[], Any]) -> Callable[[], Any]:
         self.counts[kind] += 1
@@ -80,6 +82,9 @@ class BrokenBackend(TapeBackend):
 
     def warm_up(self, run: Callable[[], Any]) -> Any:
         return super().warm_up(self._fail("warm_up", run))
+
+    def allocate(self, pool: Any, make: Callable[[], Any]) -> Any:
+        return super().allocate(pool, self._fail("allocate", make))
 
     def capture(self, pool: Any, run: Callable[[], Any], *, overwrites_pool: bool = False) -> Any:
         tape, result = super().capture(pool, self._fail("capture", run), overwrites_pool=overwrites_pool)
@@ -108,8 +113,8 @@ def learner() -> Learner:
 @pytest.mark.parametrize("half_way", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     "failure",
-    [{"warm_up": 1}, {"warm_up": 2}, {"capture": 1}, {"capture": 2}, {"capture": 3}],
-    ids=["reference", "warm-up of the hand-over", "forward", "backward", "hand-over"],
+    [{"warm_up": 1}, {"warm_up": 2}, {"capture": 1}, {"capture": 2}, {"capture": 3}, {"allocate": 1}],
+    ids=["reference", "warm-up of the hand-over", "forward", "backward", "hand-over", "gradient buffers"],
 )
 def test_recording_fails(failure: dict[str, int], half_way: bool, window: int) -> None:
     _, replay = run_both(
@@ -123,8 +128,9 @@ def test_recording_fails(failure: dict[str, int], half_way: bool, window: int) -
     assert "net" not in {recording.region for recording in report.recordings}
 
 
-def test_out_of_memory() -> None:
-    _, replay = run_both(learner, strategy=broken(capture=1, error=torch.cuda.OutOfMemoryError))
+@pytest.mark.parametrize("kind", ["capture", "allocate"])
+def test_out_of_memory(kind: str) -> None:
+    _, replay = run_both(learner, strategy=broken(**{kind: 1}, error=torch.cuda.OutOfMemoryError))
 
     assert replay.trace is not None
     assert replay.trace.report.reasons[Reason.OUT_OF_MEMORY] >= 1
