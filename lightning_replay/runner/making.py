@@ -63,11 +63,7 @@ class Maker:
         for position in sample.unreached:
             sample.cotangents[position] = None
         started = time.perf_counter()
-        parameters = region.buffers.parameters
         try:
-            # First, so that the recording fills what they leave of the pool's segments.
-            reached = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
-            region.buffers.provide(self._backend, sample.slot.pool, reached)
             present = Snapshot(self._backend, region.state.buffers)
             weights = Snapshot(self._backend, region.state.parameters)
         except Exception as error:
@@ -99,8 +95,11 @@ class Maker:
         """
         region, call = sample.region, sample.call
         assert region.state is not None and region.buffers is not None
-        self._backend.prepare()
         parameters = region.buffers.parameters
+        # First, so that the recording fills what they leave of the pool's segments.
+        reached = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
+        region.buffers.provide(self._backend, sample.slot.pool, reached)
+        self._backend.prepare()
         trainable = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
         written = {name: region.state.buffers[name] for name in sample.after.names_changed_since(sample.before)}
         with stand_ins(region.module, [parameters[i] for i in trainable]) as leaves:
