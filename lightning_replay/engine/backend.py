@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """What the engine needs from a backend: pools, capture, replay and the device's random state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -73,6 +73,14 @@ class GraphBackend(Protocol):
 
         Raises:
             Exception: As `capture`.
+        """
+
+    def clear(self, pool: Any, kept: Sequence[torch.Tensor]) -> None:
+        """Fills a pool with zeros, so that nothing a capture left there passes for the result of a replay.
+
+        Args:
+            pool: What `new_pool` returned.
+            kept: Tensors in it that keep their values.
         """
 
     def unnoticed(self) -> AbstractContextManager[None]:

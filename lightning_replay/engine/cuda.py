@@ -17,7 +17,7 @@ import contextlib
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -59,12 +59,15 @@ class CudaPool:
 
     def bytes(self) -> int:
         """Returns the memory that the allocator reserves for the pool, in bytes."""
-        index = self._device.index
-        return sum(
-            int(segment["total_size"])
+        return sum(int(segment["total_size"]) for segment in self.segments())
+
+    def segments(self) -> list[dict[str, Any]]:
+        """Returns what the allocator tells of the pool's memory."""
+        return [
+            segment
             for segment in torch.cuda.memory_snapshot()
-            if segment["device"] == index and tuple(segment["segment_pool_id"]) == tuple(self.handle)
-        )
+            if segment["device"] == self._device.index and tuple(segment["segment_pool_id"]) == tuple(self.handle)
+        ]
 
 
 class _OnStream(LiftingMode):
@@ -184,6 +187,19 @@ class CudaGraphBackend:
         torch.cuda.synchronize(self.device)
         self._empty_cache()
         return graph, result
+
+    def clear(self, pool: CudaPool, kept: Sequence[Tensor]) -> None:
+        """Fills a pool with zeros.
+
+        What is launched while it is captured, but not captured, works on what lies in the pool: often the very values
+        of the warm-up, which the device hands out again as they are. Its result would pass for that of a replay.
+        """
+        held = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        for segment in pool.segments():
+            for block in segment["blocks"]:
+                if block["address"] not in held:
+                    memory = torch._C._construct_storage_from_data_pointer(block["address"], self.device, block["size"])
+                    torch.empty(0, dtype=torch.uint8, device=self.device).set_(memory).zero_()
 
     @contextlib.contextmanager
     def unnoticed(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_replay.engine.cuda import CudaGraphBackend
 from tests.parity import harness
 from tests.parity.harness import FEATURES, WARM_UP, Learner, check_replayed, mlp, script
 
@@ -60,3 +61,17 @@ def test_kernels_launched_without_torch_are_replayed(asks: bool) -> None:
     )
 
     assert len(trace.report.recordings) == 1
+
+
+def test_what_a_capture_left_does_not_pass_for_a_result() -> None:
+    backend = CudaGraphBackend(torch.device("cuda", 0))
+    pool = backend.new_pool()
+    kept, left = (backend.allocate(pool, lambda: torch.empty(1 << 20, device="cuda")) for _ in range(2))
+    kept.fill_(1.0)
+    left.fill_(2.0)
+
+    backend.clear(pool, [kept])
+
+    assert kept.eq(1.0).all()
+    assert left.eq(0.0).all()
+    backend.close()
