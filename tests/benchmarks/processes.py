@@ -4,8 +4,8 @@
 
 import argparse
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,8 +14,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tests.benchmarks.receipt import ROOT, command_line, receipt, write
+from tests.benchmarks import worker
+from tests.benchmarks.receipt import command_line, receipt, write
 from tests.benchmarks.workloads import WORKLOADS
+
+_FRESH = multiprocessing.get_context("forkserver")
+_FRESH.set_forkserver_preload(["tests.benchmarks.worker", "timm"])
+"""Processes that begin where all has been imported and nothing done: no device, no seed, no tensor."""
+
+
+def _run(words: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    worker.main(words)
 
 
 def lane_environment(lane: int, lanes: int) -> dict[str, str]:
@@ -33,7 +43,6 @@ def lane_environment(lane: int, lanes: int) -> dict[str, str]:
     return {
         "CUDA_VISIBLE_DEVICES": str(lane),
         "LIGHTNING_REPLAY_CORES": ",".join(map(str, own)),
-        "OMP_NUM_THREADS": str(share),  # is read when torch is imported, before the process takes its cores
     }
 
 
@@ -50,17 +59,18 @@ def run_worker(
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "runs.json"
-        command = [sys.executable, "-m", "tests.benchmarks.worker", "--arm", arm, "--out", str(out)]
-        command += ["--models", *models]
+        words = ["--arm", arm, "--out", str(out), "--models", *models]
         for name, value in options.items():
-            command += [f"--{name}", str(value)]
+            words += [f"--{name}", str(value)]
+        process = _FRESH.Process(target=_run, args=(words, dict(environment)))
         started = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, check=False, env={**os.environ, **environment})
+        process.start()
+        process.join()
         seconds = time.perf_counter() - started
         if out.exists():
             measured = json.loads(out.read_text())
         else:
-            measured = [{"model": model, "error": f"the process ended with {done.returncode}"} for model in models]
+            measured = [{"model": model, "error": f"the process ended with {process.exitcode}"} for model in models]
     return [{"arm": arm, "process_seconds": seconds, **run} for run in measured]
 
 

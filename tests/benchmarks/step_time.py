@@ -37,7 +37,7 @@ FIXED = {
     "model_summary": False,
     "deterministic": False,
     "cudnn_benchmark": False,
-    "process": "fresh for each arm and repeat, all workloads of its lane in it",
+    "process": "fresh for each arm and repeat, forked from one that has only imported; all workloads of its lane in it",
     "memory": "peaks since the workload's batches were on the device, its module not yet",
     "not_measured": "no external observer of clocks and power; no loader, validation or checkpoint in the fit",
 }

@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ from tests.helpers.models import cycled
 from tests.helpers.parity import plain
 
 
-def main() -> None:
-    options = parser().parse_args()
+def main(words: Sequence[str]) -> None:
+    options = parser().parse_args(words)
     if cores := os.environ.get("LIGHTNING_REPLAY_CORES"):
-        os.sched_setaffinity(0, map(int, cores.split(",")))
+        own = [*map(int, cores.split(","))]
+        os.sched_setaffinity(0, own)
+        torch.set_num_threads(len(own))
     # Advice at every fit would only bury errors.
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -198,7 +201,3 @@ def _host(times: HostTimes, skip: int) -> dict[str, float | None]:
     """Medians of what clipping and update cost the host, the first ones left out."""
     kept = {"clip_host_ms": times.clip[skip:], "update_host_ms": times.update[skip:]}
     return {name: statistics.median(values) if values else None for name, values in kept.items()}
-
-
-if __name__ == "__main__":
-    main()
