@@ -48,12 +48,13 @@ def check_text(name: str, value: object, owner: str) -> None:
         raise TypeError(argument_message(name, value, "a string", "say it in words", owner))
 
 
-def check_count(name: str, value: object, owner: str = "ReplayStrategy") -> None:
-    """Raises TypeError or ValueError unless a value is an int of at least 1."""
+def check_count(name: str, value: object, owner: str = "ReplayStrategy", least: int = 1) -> None:
+    """Raises TypeError or ValueError unless a value is an int of at least 1, or of another least."""
+    message = argument_message(name, value, f"an int of at least {least}", "pass such an int", owner)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(argument_message(name, value, "an int of at least 1", "pass a positive int", owner))
-    if value < 1:
-        raise ValueError(argument_message(name, value, "an int of at least 1", "pass a positive int", owner))
+        raise TypeError(message)
+    if value < least:
+        raise ValueError(message)
 
 
 def check_flag(name: str, value: object) -> None:

@@ -61,7 +61,7 @@ PLACES = 8
 MAX_RERECORDS = 3
 """Recordings made after the first because the gradients changed; then clipping stays native."""
 
-_PASSING = frozenset({Reason.WARM_UP, Reason.RECORDING})
+_PASSING = frozenset({Reason.WARM_UP, Reason.RECORDING, Reason.TIMED})
 _native_clip = torch.nn.utils.clip_grad_norm_
 
 
@@ -186,6 +186,7 @@ class NormClipper:
         findings: The first finding of each of these reasons.
         arrivals: Clippings that came here, or were counted here, whatever became of them.
         refusal: Why all calls of the fit are native, once they are.
+        aside: Why calls are left to torch for now, without a look at their gradients; None if they are not.
         previous: The clipper that this one stands in for.
     """
 
@@ -221,6 +222,7 @@ class NormClipper:
         self._release()
         self._norm = None
         self.refusal: Finding | None = None
+        self.aside: Finding | None = None
         self._said = False
         self._sightings = _Sightings()
         self._made = 0
@@ -304,6 +306,10 @@ class NormClipper:
             limit: The norm that the gradients may have; read at each call.
             error_if_nonfinite: Raise where the norm is not finite, which waits for the device.
         """
+        if self.aside is not None:
+            self.count(self.aside)
+            self._norm = torch.nn.utils.clip_grad_norm_(parameters, limit, error_if_nonfinite=error_if_nonfinite)
+            return
         limit = float(limit)
         gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
         place = place_of(gradients)

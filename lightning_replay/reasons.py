@@ -50,6 +50,11 @@ class Reason(Enum):
         "Nothing: this ends by itself.",
     )
     RECORDING = ("recording", "The step trained natively while its recording was made.", "Nothing: once per recording.")
+    TIMED = (
+        "timed",
+        "One of the first steps of a fit, which ReplayMonitor leaves to Lightning to see how long a native step takes.",
+        "Nothing: this ends by itself. ReplayMonitor(native_steps=0) does without; what is saved is unknown then.",
+    )
     BUDGET = (
         "budget",
         "As many recordings exist as max_recordings allows.",
@@ -392,6 +397,7 @@ _HARMLESS = frozenset(
     {
         Reason.WARM_UP,
         Reason.RECORDING,
+        Reason.TIMED,
         Reason.UNRECORDED_MODE,
         Reason.LAST_BATCH,
         Reason.INVALIDATED,

@@ -33,8 +33,8 @@ class RecordingStats:
         native_runs: Native runs that were made for it, beside the step that trained.
         nondeterministic: If it is not equal to native bit for bit, the operations that torch says never are.
         native_ms: Milliseconds of a native step with a batch of the same shapes; None unless a `ReplayMonitor`
-            measured, and met some that were neither observed nor recorded. It is a median of the host's wall time
-            from one step's start to the next one's.
+            measured, and met some that were neither observed nor recorded, as the first ones of a fit with it are. It
+            is a median of the time from one step's start to the next one's, on the device if that is a GPU.
         replay_ms: The same of steps in which it was replayed.
         seconds_saved: Its share of what the steps with it saved by these medians, negative if they took longer; None
             where one of them is, and with the tape.
@@ -120,6 +120,8 @@ class ReplayReport:
         plain = asdict(self)
         for name in ("reasons", "messages", "norm_native", "norm_messages"):
             plain[name] = {reason.value: value for reason, value in getattr(self, name).items()}
+        for recording, stats in zip(plain["recordings"], self.recordings, strict=True):
+            recording["break_even_step"] = stats.break_even_step
         plain["estimated_seconds_saved"] = self.estimated_seconds_saved
         plain["break_even_step"] = self.break_even_step
         return plain
@@ -155,7 +157,7 @@ class ReplayReport:
         if (saved := self.estimated_seconds_saved) is not None:
             steps = self.break_even_step
             repaid = "never repaid" if steps is None else f"repaid by {steps} replayed steps"
-            lines.append(f"time: about {saved:.2f} s saved in replayed steps, {spent}, {repaid} (host's clock)")
+            lines.append(f"time: about {saved:.2f} s saved in replayed steps, {spent}, {repaid}")
         elif any(recording.replay_ms is not None for recording in self.recordings):
             lines.append(f"time: {spent}; what was saved is unknown (no native step to compare with, or a tape)")
         return lines

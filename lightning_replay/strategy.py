@@ -148,6 +148,8 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._log: Callable[..., None] | None = None
         self._fit_finding: Finding | None = None
         self._fit_checked = False
+        self._steps_aside = 0
+        self._aside: Finding | None = None
         self._warned: set[Reason] = set()
         self._last_action: StepAction = "native"
         self._reset_counts()
@@ -278,6 +280,7 @@ class ReplayStrategy(SingleDeviceStrategy):
             self._release_norm()
         self._fit_finding = None
         self._fit_checked = False
+        self._steps_aside = 0
         # Lightning refuses a strategy that still carries what an earlier Trainer's connector put on it; but that
         # Trainer may save a checkpoint, or run again.
         self._kept = {name: getattr(self, name) for name in _FROM_CONNECTOR}
@@ -361,6 +364,14 @@ class ReplayStrategy(SingleDeviceStrategy):
             assert self._fit_finding is not None
             self._meet(self._fit_finding)
             return step()
+        aside = self._aside if self._steps_aside > 0 else None
+        if self._clipper is not None:
+            self._clipper.aside = aside
+        if aside is not None:
+            self._steps_aside -= 1
+            self._ran = None
+            self._meet(aside)
+            return step()
         counts = not seams.is_last_of_several(self._module().trainer)
         networks = partial(self._run_networks, runner, step, counts)
         if self._whole is None or kwargs:
@@ -405,7 +416,10 @@ class ReplayStrategy(SingleDeviceStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self._ran is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            for runner in self._runners():
+                runner.trim()
+            return closure_loss
         # The body of Lightning's Strategy.backward (the same in all inspected releases), with ours around autograd.
         module = self._module()
         self.pre_backward(closure_loss)
@@ -488,6 +502,15 @@ class ReplayStrategy(SingleDeviceStrategy):
     def recordings(self) -> tuple[RecordingStats, ...]:
         """What is known of every recording, those of earlier fits included."""
         return (*self._recordings, *chain.from_iterable(runner.recordings for runner in self._runners()))
+
+    def stand_aside(self, steps: int, finding: Finding) -> None:
+        """Leaves the next training steps to Lightning: they are native, and nothing observes them.
+
+        Args:
+            steps: How many; what is left of them when the fit ends is forgotten.
+            finding: Why, for the report.
+        """
+        self._steps_aside, self._aside = steps, finding
 
     def invalidate(self, reason: str) -> None:
         """Drops all recordings. They are made again once their signatures have been seen `warmup_steps` times.

@@ -5,9 +5,9 @@
     python docs/examples/monitor.py
 
 `ReplayMonitor` sends counts to the logger, says in the progress bar when a step is being recorded, and prints tables at
-the end: the recordings with their step times, and why the other steps were native. Times are the host's, from the start
-of a step to the start of the next one, so that measuring makes nobody wait. What was saved is unknown here: all native
-steps are observed, which takes time, and do not count. Without a GPU the slow stand-in runs, which saves nothing.
+the end: the recordings with their step times, and why the other steps were native. The first three steps are native for
+it, so that there is something to compare with; the tables then say what was saved, and after how many replays a
+recording is repaid. Without a GPU the slow stand-in runs, which saves nothing.
 """
 
 from pathlib import Path

@@ -4,7 +4,6 @@
 
 import contextlib
 import sys
-import time
 from collections.abc import Hashable
 from typing import Any
 
@@ -14,10 +13,12 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_replay.arguments import check_count
+from lightning_replay.callbacks.clock import DeviceClock
 from lightning_replay.errors import warn
+from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import WIDTH, ReplayReport
 from lightning_replay.strategy import ReplayStrategy
-from lightning_replay.timing import StepTimes
+from lightning_replay.timing import HostClock, StepTimes
 
 
 class ReplayMonitor(Callback):
@@ -27,23 +28,27 @@ class ReplayMonitor(Callback):
     `replay/steps_replayed`, `replay/steps_native` and `replay/recordings`; they get them directly, so that what the
     LightningModule logs stays what it was. While a recording is made, the progress bar says so.
 
-    Times are the host's, from one step's start to the next one's: nothing waits for the device. They go into
-    `strategy.report()` when the fit ends, which an exception may do too. What was saved is stated where native steps
-    with batches of the same shapes ran undisturbed. Steps of warm-up are observed, which takes time, and do not count;
-    in a fit without others it is unknown, and so it is with the tape. A native run tells then.
+    Times are from one step's start to the next one's, on the device if it is a GPU; nothing waits for it. They go into
+    `strategy.report()` when the fit ends, which an exception may do too. What was saved, and after how many steps that
+    pays for a recording, is stated where native steps with batches of the same shapes ran unobserved. So the first
+    steps of a fit are left to Lightning, and the others begin later by as many. With the tape nothing is saved.
 
     Args:
         log_every_n_steps: Optimizer steps between two entries in the loggers; None takes the Trainer's.
+        native_steps: Training steps (batches) at the beginning of each fit that run natively, unobserved, to be timed.
+            The first pays for first uses and does not count, and fewer than two others are too few. 0 leaves them out.
 
     Raises:
         ValueError: If an argument has a value that is not accepted.
         TypeError: If an argument has a type that is not accepted.
     """
 
-    def __init__(self, log_every_n_steps: int | None = None) -> None:
+    def __init__(self, log_every_n_steps: int | None = None, native_steps: int = 3) -> None:
         if log_every_n_steps is not None:
             check_count("log_every_n_steps", log_every_n_steps, owner="ReplayMonitor")
+        check_count("native_steps", native_steps, owner="ReplayMonitor", least=0)
         self._log_every_n_steps = log_every_n_steps
+        self._native_steps = native_steps
         self._times = StepTimes(())
         self._logged_step = 0
         self._has_to_show = False
@@ -53,8 +58,12 @@ class ReplayMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._logged_step = trainer.global_step
         if (strategy := _watched(trainer)) is not None:
-            self._times = StepTimes(strategy.recordings, can_save=not strategy.uses_tape)
+            device = strategy.root_device
+            clock = DeviceClock(device) if device.type == "cuda" else HostClock()
+            self._times = StepTimes(strategy.recordings, can_save=not strategy.uses_tape, clock=clock)
             self._has_to_show = True
+            where, expected = f"ReplayMonitor(native_steps={self._native_steps})", "native steps to compare others with"
+            strategy.stand_aside(self._native_steps, Finding(Reason.TIMED, where, expected, "the fit has just begun"))
         elif not self._said_nothing_to_monitor:
             self._said_nothing_to_monitor = True
             name = type(trainer.strategy).__name__
@@ -66,7 +75,7 @@ class ReplayMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if (strategy := _watched(trainer)) is not None:
             action = "watched" if strategy.last_watched else strategy.last_action
-            self._times.begin_step(time.perf_counter(), _shape(batch), action, strategy.recordings)
+            self._times.begin_step(_shape(batch), action, strategy.recordings)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,6 +140,7 @@ class ReplayMonitor(Callback):
         if self._has_to_show and (strategy := _watched(trainer)) is not None:
             self._has_to_show = False
             self._times.write(strategy.recordings)
+            self._times = StepTimes(())  # marks of a device cannot be copied, and callbacks are
             _show(strategy.report())
 
 

@@ -588,13 +588,17 @@ class Runner:
         with self._backward.around(loss, self._step[Action.REPLAY] > 0):
             yield
         samples, self._samples = self._samples, []
-        # See Note [memory between steps].
-        if self._trims:
-            self._backend.trim()
+        self.trim()
         self._trims = bool(samples)
         while samples:
             self._record(samples.pop(0))
             self._backend.trim()
+
+    def trim(self) -> None:
+        """Gives memory back if it is time to after a backward pass: see Note [memory between steps]."""
+        if self._trims:
+            self._backend.trim()
+            self._trims = False
 
     def _record(self, sample: Sample) -> None:
         region = sample.region

@@ -26,6 +26,8 @@ from tests.parity.harness import WARM_UP, Learner, batches, classify, loader, ml
 pytestmark = [pytest.mark.matrix, pytest.mark.filterwarnings("ignore")]
 
 STEPS = 12
+NATIVE = 3
+"""Steps that are left to Lightning by default."""
 PAUSE = 0.3
 
 
@@ -85,7 +87,7 @@ def test_training_with_the_monitor_is_bitwise_native() -> None:
     _, replay = run_both(lambda: Learner(mlp(), logging_step), callbacks=callbacks, steps=STEPS)
 
     assert replay.trace is not None
-    assert replay.trace.actions == script(STEPS)
+    assert replay.trace.actions == ["native"] * NATIVE + script(STEPS - NATIVE)
 
 
 def test_what_the_module_logs_stays_what_it_was(tmp_path: Path) -> None:
@@ -142,8 +144,10 @@ def test_counts_go_to_the_logger(tmp_path: Path, every: int | None, trainers: in
 
     fit(tape(), [ReplayMonitor(every)], logger=logger, log_every_n_steps=trainers)
 
-    native = WARM_UP + 1
-    assert counts(logger) == {step: (step - native, native, 1) for step in expected}
+    native = NATIVE + WARM_UP + 1
+    assert counts(logger) == {
+        step: (max(step - native, 0), min(step, native), int(step >= native)) for step in expected
+    }
 
 
 def test_accumulated_batches_are_logged_once(tmp_path: Path) -> None:
@@ -151,7 +155,7 @@ def test_accumulated_batches_are_logged_once(tmp_path: Path) -> None:
 
     fit(tape(), [ReplayMonitor(2)], logger=logger, accumulate_grad_batches=3)
 
-    assert counts(logger) == {2: (3, 3, 1), 4: (9, 3, 1)}
+    assert counts(logger) == {2: (0, 6, 1), 4: (6, 6, 1)}
 
 
 def test_every_logger_gets_the_counts(tmp_path: Path) -> None:
@@ -169,7 +173,7 @@ def test_a_second_fit_goes_on_counting(tmp_path: Path) -> None:
         loggers.append(CSVLogger(tmp_path, name))
         fit(strategy, [monitor], logger=loggers[-1])
 
-    assert [counts(logger) for logger in loggers] == [{6: (3, 3, 1), 12: (9, 3, 1)}, {6: (12, 6, 2), 12: (18, 6, 2)}]
+    assert [counts(logger) for logger in loggers] == [{6: (0, 6, 1), 12: (6, 6, 1)}, {6: (6, 12, 2), 12: (12, 12, 2)}]
     assert all(recording.replay_ms for recording in strategy.report().recordings)
 
 
@@ -202,8 +206,8 @@ def test_a_recording_is_announced_before_it_is_made() -> None:
     fit(tape(), [ReplayMonitor(), bar], enable_progress_bar=True)
 
     assert bar.said == [
-        f"ReplayMonitor: step {WARM_UP} is being recorded, which takes a moment.",
-        f"0 recordings yet, {WARM_UP + 1} steps",
+        f"ReplayMonitor: step {NATIVE + WARM_UP} is being recorded, which takes a moment.",
+        f"0 recordings yet, {NATIVE + WARM_UP + 1} steps",
     ]
 
 
@@ -225,7 +229,7 @@ def test_a_broken_bar_or_none_ends_no_training(callbacks: list[Callback], capfd:
 
     fit(strategy, [ReplayMonitor(), *callbacks], enable_progress_bar=bool(callbacks))
 
-    assert strategy.report().steps_replayed == STEPS - WARM_UP - 1
+    assert strategy.report().steps_replayed == STEPS - NATIVE - WARM_UP - 1
     assert "is being recorded" not in capfd.readouterr().out
 
 
@@ -245,11 +249,12 @@ def test_tables_at_the_end(with_rich: bool, capsys: pytest.CaptureFixture[str], 
     assert ("│" in printed) is with_rich
     (recording,) = strategy.report().recordings
     for text in (
-        "steps: 12 in all, 9 replayed (75%), 3 native",
+        "steps: 12 in all, 6 replayed (50%), 6 native",
         recording.signature,
         "pool",
         f"{recording.capture_seconds:.2f} s",
         f"{recording.replay_ms:.2f} ms",
+        "timed",
         "warm_up",
         Reason.RECORDING.cause,
     ):
@@ -266,7 +271,7 @@ class Stops(Callback):
         self._error = error
 
     def _stop(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step > STEPS // 2:
+        if trainer.global_step > STEPS - 3:
             raise self._error
 
 
@@ -324,7 +329,7 @@ class Evaluates(Callback):
 def test_steps_that_are_watched_are_no_native_times() -> None:
     strategy = tape(warmup_steps=10)
 
-    fit(strategy, [ReplayMonitor()], steps=30)
+    fit(strategy, [ReplayMonitor(native_steps=0)], steps=30)
 
     report = strategy.report()
     (recording,) = report.recordings
@@ -339,7 +344,7 @@ def test_times_are_those_of_the_steps(is_tape: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ReplayStrategy, "uses_tape", is_tape)
     strategy = tape()
 
-    fit(strategy, [Evaluates(), ReplayMonitor()], steps=30)
+    fit(strategy, [Evaluates(), ReplayMonitor(native_steps=0)], steps=30)
 
     report = strategy.report()
     (recording,) = report.recordings
@@ -429,12 +434,18 @@ def test_other_stages_are_no_business_of_its() -> None:
 # -- the object -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "error"), [(0, ValueError), (-1, ValueError), ("5", TypeError), (True, TypeError)])
-def test_a_wrong_argument_is_named(given: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="ReplayMonitor cannot be used with log_every_n_steps=") as caught:
-        ReplayMonitor(given)
+@pytest.mark.parametrize(("given", "error"), [(-1, ValueError), ("5", TypeError), (True, TypeError)])
+@pytest.mark.parametrize(("name", "least"), [("log_every_n_steps", 1), ("native_steps", 0)])
+def test_a_wrong_argument_is_named(name: str, least: int, given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"ReplayMonitor cannot be used with {name}=") as caught:
+        ReplayMonitor(**{name: given})
 
-    assert "an int of at least 1" in str(caught.value)
+    assert f"an int of at least {least}" in str(caught.value)
+
+
+def test_none_of_the_steps_between_two_entries_is_too_few() -> None:
+    with pytest.raises(ValueError, match="log_every_n_steps=0"):
+        ReplayMonitor(0)
 
 
 def test_copies_work_before_and_after_a_fit(tmp_path: Path) -> None:
@@ -450,7 +461,7 @@ def test_copies_work_before_and_after_a_fit(tmp_path: Path) -> None:
 def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, report = load_example("monitor").train(tmp_path, steps=40)
 
-    assert (report.steps_replayed, report.steps_native) == (36, 4)
+    assert (report.steps_replayed, report.steps_native) == (33, 7)
     assert "replay/steps_replayed" in file.read_text()
     assert "is being recorded" in capsys.readouterr().out
     assert {recording.region for recording in report.recordings} == {"encoder", "decoder"}

@@ -14,13 +14,24 @@ from lightning_replay.timing import KEPT, StepTimes
 
 
 class Run:
-    """Plays steps of given durations, in milliseconds."""
+    """Plays steps of given durations, in milliseconds, and is the clock.
+
+    Attributes:
+        lag: Milliseconds that the device is behind: what lies less far back cannot be told yet.
+    """
 
     def __init__(self, recordings: Sequence[RecordingStats], can_save: bool = True) -> None:
         self.recordings = recordings
-        self.times = StepTimes(recordings, can_save)
+        self.times = StepTimes(recordings, can_save, clock=self)
         self.now = 0.0
+        self.lag = 0.0
         self.last = "native"
+
+    def mark(self) -> float:
+        return self.now
+
+    def between(self, start: float, end: float) -> float | None:
+        return end - start if end <= self.now - self.lag / 1000 else None
 
     def step(
         self,
@@ -30,7 +41,7 @@ class Run:
         shape: object = None,
         interrupt: bool = False,
     ) -> None:
-        self.times.begin_step(self.now, shape, self.last, self.recordings)
+        self.times.begin_step(shape, self.last, self.recordings)
         self.last = action
         for position in replayed:
             self.recordings[position].replays += 1
@@ -39,7 +50,7 @@ class Run:
             self.times.interrupt()
 
     def report(self) -> ReplayReport:
-        self.times.begin_step(self.now, None, self.last, self.recordings)
+        self.times.begin_step(None, self.last, self.recordings)
         self.times.write(self.recordings)
         replayed = max((recording.replays for recording in self.recordings), default=0)
         return ReplayReport(replayed + 4, replayed, 4, {Reason.WARM_UP: 3}, tuple(self.recordings))
@@ -82,6 +93,22 @@ def test_a_step_before_a_break_is_left_out() -> None:
     run.step(7000, "replay", [0], interrupt=True)
 
     assert run.report().recordings[0].replay_ms == pytest.approx(5)
+
+
+def test_steps_count_once_the_device_has_come_by_and_with_their_own_shape() -> None:
+    run = Run(stats(0.1))
+    run.lag = 10_000
+    warm_up(run, "small")
+    for _ in range(3):
+        run.step(5, "replay", [0], "small")
+        run.step(80, "native", shape="large")
+    assert run.report().recordings[0].replay_ms is None
+
+    run.lag = 0
+    (recording,) = run.report().recordings
+
+    assert (recording.native_ms, recording.replay_ms) == (pytest.approx(20), pytest.approx(5))
+    assert recording.seconds_saved == pytest.approx(3 * 0.015)
 
 
 def test_replays_are_compared_with_native_steps_of_their_shape() -> None:
@@ -154,6 +181,7 @@ def test_recordings_that_never_replayed_still_cost() -> None:
     assert report.recordings[0].break_even_step == 20
     assert report.break_even_step == 60
     assert report.as_dict()["break_even_step"] == 60
+    assert [entry["break_even_step"] for entry in report.as_dict()["recordings"]] == [20, None]
     assert report.as_dict()["recordings"][1]["seconds_saved"] is None
 
 
