@@ -4,7 +4,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -76,16 +76,16 @@ class BackwardPass:
         if self.must_check_inputs:
             self._check_inputs(loss)
         # A parameter gets native gradients only where the walk met it, or below a native call.
-        hooks = self._collect_native_parts(loss) if outside or self.native_calls else []
+        hooks = self._collect_native_parts(loss) if outside or self.native_calls else {}
         shared = frozenset(outside)
         self.running = True
         try:
             with torch.autograd.set_multithreading_enabled(False) if replays else contextlib.nullcontext():
                 yield
             self._settle(shared)
-        except Exception:  # what has been differentiated until then has its gradients, as in native
+        except Exception:  # gradients of which all parts have arrived are there, as in native
             with contextlib.suppress(NotReplayedError):
-                self._settle(shared)
+                self._settle(shared, self._incomplete(loss, hooks.values()))
             raise
         finally:
             self.running = False
@@ -144,14 +144,14 @@ class BackwardPass:
                     where = call.region.name
                     raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, where, "one use of an argument", actual))
 
-    def _collect_native_parts(self, loss: Tensor) -> list[Any]:
+    def _collect_native_parts(self, loss: Tensor) -> dict[Any, dict[int, Parameter]]:
         """Collects native contributions to parameters that replayed calls contribute to as well, in order of arrival.
 
         Autograd adds up all parts of a gradient, in the order in which they arrive, before a live gradient or a hook
         sees anything of them.
 
         Returns:
-            Handles of the hooks that collect them.
+            Handles of the hooks that collect them, one for each operation, with what has not arrived from it yet.
 
         Raises:
             NotReplayedError: If a sum that other parts belong into cannot be taken apart.
@@ -197,12 +197,16 @@ class BackwardPass:
         for key in possible & native.keys():
             for node, index, parameter in native[key]:
                 places.setdefault(node, {})[index] = parameter
-        return [node.register_hook(partial(self._take_native_parts, places)) for node, places in places.items()]
+        return {
+            node.register_hook(partial(self._take_native_parts, missing)): missing for node, missing in places.items()
+        }
 
     def _take_native_parts(
-        self, places: dict[int, Parameter], gradients: tuple[Tensor | None, ...], _: Any
+        self, missing: dict[int, Parameter], gradients: tuple[Tensor | None, ...], _: Any
     ) -> tuple[Tensor | None, ...]:
         """Keeps contributions of a native operation from autograd, to be added in their turn."""
+        places = dict(missing)
+        missing.clear()
         for index, parameter in places.items():
             gradient = gradients[index]
             if gradient is not None:
@@ -292,6 +296,25 @@ class BackwardPass:
         self._arrived += [NativePart(buffers.parameters[trainable[i]], gradient) for i, gradient in parts]
         return spread(gradients, trainable, len(buffers.parameters)), inputs
 
+    def _incomplete(self, loss: Tensor, missing: Iterable[dict[int, Parameter]]) -> set[Parameter]:
+        """Finds the parameters that miss a part of their gradient after a backward pass that raised.
+
+        Args:
+            loss: The tensor that was differentiated.
+            missing: The native parts that have not arrived.
+        """
+        found = {parameter for places in missing for parameter in places.values()}
+        outputs: dict[PendingCall, set[int]] = {}
+        for node, output in [(loss.grad_fn, loss.output_nr), *(edge for _, edge in edges(loss))]:
+            if isinstance(node, ReplayFunction._backward_cls):
+                outputs.setdefault(node.pending, set()).add(output)  # type: ignore[attr-defined]
+        for call in outputs.keys() - set(self._arrived):
+            recorded = {i for i, cotangent in enumerate(call.engaged.recording.cotangents) if cotangent is not None}
+            publication = call.engaged.publication
+            # With gradients for other outputs it would have been differentiated anew, and may have reached any.
+            found.update(publication.parameters if outputs[call] <= recorded else publication.buffers.parameters)
+        return found
+
     def _publish(self, arrived: list[PendingCall | NativePart]) -> bool:
         """Publishes the gradients of all calls, if each parameter has one part and its buffer is free."""
         calls = [call for call in arrived if isinstance(call, PendingCall) and call.is_whole]
@@ -311,16 +334,17 @@ class BackwardPass:
         self.published += 1
         return True
 
-    def _settle(self, shared: frozenset[Parameter]) -> None:
+    def _settle(self, shared: frozenset[Parameter], incomplete: Collection[Parameter] = ()) -> None:
         """Hands the gradients of all calls of the step over to the parameters.
 
         Args:
             shared: Parameters that operations outside of the calls use too.
+            incomplete: Parameters that get nothing, as parts of their gradients are missing.
         """
         arrived, self._arrived = self._arrived, []
         if not arrived:
             return
-        if not shared and self._publish(arrived):
+        if not shared and not incomplete and self._publish(arrived):
             return
         contributions: dict[Parameter, list[Tensor]] = {}
         several: dict[Parameter, Region] = {}
@@ -339,7 +363,7 @@ class BackwardPass:
                     if position in recording.several_uses:
                         several[parameter] = pending.region
         # What was frozen since the forward pass gets nothing, as AccumulateGrad asks at the end too.
-        contributions = {p: parts for p, parts in contributions.items() if p.requires_grad}
+        contributions = {p: parts for p, parts in contributions.items() if p.requires_grad and p not in incomplete}
         for parameter, parts in contributions.items():
             region = several.get(parameter)
             if region is not None and len(parts) + (parameter in shared) > 1:

@@ -267,7 +267,11 @@ MUTANTS: dict[str, Mutant] = {
         tests=("tests/parity/test_gradients.py::test_parameters_used_outside",),
     ),
     "order of three and more parts of a gradient": Mutant(
-        off(BackwardPass, "_collect_native_parts", lambda self, loss: []), ("calls",), before=(("calls", 1),)
+        off(BackwardPass, "_collect_native_parts", lambda self, loss: {}), ("calls",), before=(("calls", 1),)
+    ),
+    "gradients of which a part is missing": Mutant(
+        off(BackwardPass, "_incomplete", lambda self, loss, missing: set()),
+        tests=("tests/statemachine/test_failing_backward.py::test_between_two_calls",),
     ),
     "results made from each other": Mutant(
         off(Sample, "keep_outer_cotangents", lambda self, loss: None),
