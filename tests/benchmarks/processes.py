@@ -84,6 +84,23 @@ def parser(what: str, models: Sequence[str]) -> argparse.ArgumentParser:
     return made
 
 
+def keep(
+    name: str,
+    options: argparse.Namespace,
+    settings: Mapping[str, Any],
+    runs: list[dict[str, Any]],
+    summary: list[dict[str, Any]],
+) -> None:
+    """Writes the receipt; on the way too, so that a run that is cut short leaves what it has measured."""
+    given = {key: value for key, value in vars(options).items() if key != "out"}
+    workloads = {model: WORKLOADS[model].what for model in options.models}
+    content = {"runs": runs, "summary": summary}
+    write(
+        options.out,
+        receipt(name, {**given, **settings, "workloads": workloads}, content, command_line(f"tests.benchmarks.{name}")),
+    )
+
+
 def finish(
     name: str,
     options: argparse.Namespace,
@@ -93,13 +110,7 @@ def finish(
     problems: Sequence[str] = (),
 ) -> int:
     """Writes the receipt, prints its summary and tells whether something is wrong with it."""
-    given = {key: value for key, value in vars(options).items() if key != "out"}
-    workloads = {model: WORKLOADS[model].what for model in options.models}
-    content = {"runs": runs, "summary": summary}
-    write(
-        options.out,
-        receipt(name, {**given, **settings, "workloads": workloads}, content, command_line(f"tests.benchmarks.{name}")),
-    )
+    keep(name, options, settings, runs, summary)
     for row in summary:
         print(row)
     bad = [f"{run['model']}, {run['arm']}: {run['error']}" for run in runs if "error" in run] + list(problems)
