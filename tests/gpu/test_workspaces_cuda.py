@@ -76,6 +76,7 @@ class RunsGraph(Callback):
     def on_train_start(self, trainer: Any, *args: Any) -> None:
         stream = torch.cuda.Stream()
         self.given = torch.rand(64, 4096, device="cuda")
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.expected = torch.mm(self.given, self.given.t())
         torch.cuda.synchronize()
