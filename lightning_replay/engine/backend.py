@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """What the engine needs from a backend: pools, capture, replay and the device's random state."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -64,23 +64,24 @@ class GraphBackend(Protocol):
             Exception: Whatever `run` raised. The device, the allocator and the generator are usable in either case.
         """
 
-    def allocate(self, pool: Any, make: Callable[[], T]) -> T:
-        """Runs a callable that only allocates, out of a pool: no graph of it writes there while the tensors live.
+    def allocate(self, pool: Any, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Runs a callable that only allocates, out of a pool: no graph of it writes there while the memory is in use.
 
         Args:
             pool: What `new_pool` returned.
-            make: The callable.
+            make: The callable; each of its tensors has memory of its own.
 
         Raises:
             Exception: As `capture`.
         """
 
-    def clear(self, pool: Any, kept: Sequence[torch.Tensor]) -> None:
+    def clear(self, pool: Any) -> None:
         """Fills a pool with zeros, so that nothing a capture left there passes for the result of a replay.
+
+        What came from `allocate` keeps its values: it may be in use, whoever made it.
 
         Args:
             pool: What `new_pool` returned.
-            kept: Tensors in it that keep their values.
         """
 
     def unnoticed(self) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ import contextlib
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -49,12 +49,14 @@ class CudaPool:
         handle: The allocator's name of the pool.
         anchor: A small graph in the pool, made before the first other one. The allocator gives a pool up with its last
             graph and refuses captures into what is left of it; the anchor outlives the recordings.
+        allocated: Addresses of what was given out beside graphs, whether or not it is still in use.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
         _OWN_POOLS.add(tuple(self.handle))
         self.anchor: Any = None
+        self.allocated: set[int] = set()
         self._device = device
 
     def bytes(self) -> int:
@@ -151,15 +153,17 @@ class CudaGraphBackend:
             pool.anchor, _ = self._capture(pool.handle, self._launch())
         return self._capture(pool.handle, run)
 
-    def allocate(self, pool: CudaPool, make: Callable[[], T]) -> T:
+    def allocate(self, pool: CudaPool, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Runs a callable that only allocates, out of a pool."""
         launch = self._launch()
 
-        def run() -> T:
+        def run() -> list[Tensor]:
             launch()
             return make()
 
-        return self.capture(pool, run)[1]
+        _, made = self.capture(pool, run)
+        pool.allocated.update(tensor.untyped_storage().data_ptr() for tensor in made)
+        return made
 
     def _launch(self) -> Callable[[], Any]:
         """Returns what launches something and allocates nothing: torch warns of graphs that are empty."""
@@ -188,16 +192,15 @@ class CudaGraphBackend:
         self._empty_cache()
         return graph, result
 
-    def clear(self, pool: CudaPool, kept: Sequence[Tensor]) -> None:
+    def clear(self, pool: CudaPool) -> None:
         """Fills a pool with zeros.
 
         What is launched while it is captured, but not captured, works on what lies in the pool: often the very values
         of the warm-up, which the device hands out again as they are. Its result would pass for that of a replay.
         """
-        held = {tensor.untyped_storage().data_ptr() for tensor in kept}
         for segment in pool.segments():
             for block in segment["blocks"]:
-                if block["address"] not in held:
+                if block["address"] not in pool.allocated:
                     memory = torch._C._construct_storage_from_data_pointer(block["address"], self.device, block["size"])
                     torch.empty(0, dtype=torch.uint8, device=self.device).set_(memory).zero_()
 

@@ -10,7 +10,7 @@ fixed, Python is not run again, and Python scalars are frozen. It makes nothing 
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -191,11 +191,11 @@ class TapeBackend:
             result = run()
         return tape, result
 
-    def allocate(self, pool: TapePool, make: Callable[[], T]) -> T:
+    def allocate(self, pool: TapePool, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Runs a callable; what no tape of the pool writes is not the pool's."""
         return make()
 
-    def clear(self, pool: TapePool, kept: Sequence[Tensor]) -> None:
+    def clear(self, pool: TapePool) -> None:
         """Does nothing: the first replay of a tape begins with garbage in any case."""
 
     def unnoticed(self) -> contextlib.AbstractContextManager[None]:

@@ -261,8 +261,7 @@ class Maker:
         Raises:
             CaptureError: If the replay must not be used.
         """
-        assert sample.region.buffers is not None
-        self._backend.clear(recording.pool, [buffer for buffer in sample.region.buffers.buffers if buffer is not None])
+        self._backend.clear(recording.pool)
         sample.before.restore()
         outputs = recording.forward([clone_exactly(t) for t in sample.call.inputs])
         recording.backward([None if c is None else clone_exactly(c) for c in sample.cotangents])

@@ -108,6 +108,31 @@ def test_kept_gradients(precision: str) -> None:
     assert trace.report.gradients_copied > 0
 
 
+class MovesWeights(Callback):
+    """Gives all weights new memory before a batch, which retires what was recorded."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            for parameter in pl_module.parameters():
+                parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("moved_at", [8, 9, 10])
+def test_recording_again_leaves_live_and_kept_gradients(moved_at: int) -> None:
+    """The buffers of the first recording are in use while the second one is made, in the same pool."""
+    check(
+        lambda: Learner(mlp()),
+        actions=script(moved_at) + script(20 - moved_at),
+        callbacks=lambda: [KeepGradients(), MovesWeights(moved_at)],
+        steps=20,
+        accumulate_grad_batches=4,
+        gradient_clip_val=None,
+    )
+
+
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "Adam, foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),

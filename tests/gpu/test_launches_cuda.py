@@ -66,11 +66,12 @@ def test_kernels_launched_without_torch_are_replayed(asks: bool) -> None:
 def test_what_a_capture_left_does_not_pass_for_a_result() -> None:
     backend = CudaGraphBackend(torch.device("cuda", 0))
     pool = backend.new_pool()
-    kept, left = (backend.allocate(pool, lambda: torch.empty(1 << 20, device="cuda")) for _ in range(2))
+    (kept,) = backend.allocate(pool, lambda: [torch.empty(1 << 20, device="cuda")])
+    _, left = backend.capture(pool, lambda: torch.ones(1 << 20, device="cuda"))
     kept.fill_(1.0)
     left.fill_(2.0)
 
-    backend.clear(pool, [kept])
+    backend.clear(pool)
 
     assert kept.eq(1.0).all()
     assert left.eq(0.0).all()
