@@ -227,7 +227,7 @@ class NormClipper:
         self._sightings = _Sightings()
         self._made = 0
         self._calls = 0
-        self._replays_before = self.replays
+        self._replays_before, self._copied_before = self.replays, self.copied
         self._native_before = Counter(self.native)
 
     def end(self) -> None:
@@ -235,10 +235,8 @@ class NormClipper:
         native = self.native - self._native_before
         replays = self.replays - self._replays_before
         telling = {reason: count for reason, count in native.items() if reason not in _PASSING}
-        said = self._said
         self._release()
-        self._replays_before, self._native_before = self.replays, Counter(self.native)
-        if replays == 0 and telling and not said:
+        if replays == 0 and telling and not self._said:
             finding = self.findings[max(telling, key=lambda reason: telling[reason])]
             actual = f"{finding.actual}; all {native.total()} clippings of the fit were native"
             self._say(replace(finding, actual=actual))
@@ -274,10 +272,10 @@ class NormClipper:
         self.findings.setdefault(finding.reason, finding)
 
     def take(self, other: "NormClipper") -> None:
-        """Adds the counts of another clipper, and takes over its last norm."""
-        self.replays += other.replays
-        self.copied += other.copied
-        self.native += other.native
+        """Adds what another clipper has counted since its last fit began, and takes over its last norm."""
+        self.replays += other.replays - other._replays_before
+        self.copied += other.copied - other._copied_before
+        self.native += other.native - other._native_before
         self.findings = {**other.findings, **self.findings}
         self._norm = other._norm
 

@@ -125,7 +125,7 @@ class ReplayClipMixin(_Base):
         if made_by is ReplayClipMixin:
             del state[_ATTRIBUTE]
             return _restore, (native, None), state
-        state[_ATTRIBUTE] = copy(self._replay_clipper)
+        state[_ATTRIBUTE] = copy(self._replay_clipper.previous or self._replay_clipper)
         return _restore, (native, made_by), state
 
 
@@ -238,6 +238,7 @@ def attach(plugin: Precision, clipper: NormClipper) -> Finding | None:
         Why the plugin was left as it is: it clips in a way of its own.
     """
     if isinstance(plugin, ReplayClipMixin):
+        clipper.begin()  # whatever raises before the plugin does that, no earlier fit is counted once more
         clipper.previous = plugin._replay_clipper
         plugin._replay_clipper = clipper
         return None

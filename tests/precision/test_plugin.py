@@ -282,6 +282,32 @@ def test_a_plugin_of_ours_under_the_strategy():
     assert replay.report.norm_copied == 0
 
 
+def test_a_plugin_of_ours_counts_each_fit_of_a_strategy_once():
+    class WithoutOptimizer(MLPModule):
+        def configure_optimizers(self):
+            raise ValueError("an error of the user's own")
+
+    plugin, strategy = make_plugin(), make_strategy()
+    for _ in range(2):
+        fit(strategy, plugin)
+    fit(strategy, plugin, gradient_clip_val=None)
+    with pytest.raises(ValueError, match="the user's own"):
+        fit(strategy, plugin, module=lambda: WithoutOptimizer(width=8, features=4))
+    report = strategy.report()
+    assert plugin.norm_replays == report.norm_replays == 2 * (STEPS - 5)
+    assert plugin.norm_native == report.norm_native
+    assert report.norm_native == {Reason.WARM_UP: 2 * 4, Reason.RECORDING: 2, Reason.NORM_NO_LIMIT: STEPS}
+
+
+def test_a_copy_of_a_plugin_of_ours_under_the_strategy_has_its_own_options():
+    plugin, clipper = ReplayPrecision(backend="auto"), NormClipper("tape", patience=COPY_CALLS + 1)
+    attach(plugin, clipper)
+    for other in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
+        assert other._replay_clipper.backend == "auto"
+        assert other._replay_clipper.patience == COPY_CALLS
+    assert plugin._replay_clipper is clipper
+
+
 def test_recordings_are_released():
     references = []
 
