@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -334,6 +333,7 @@ class ReplayStrategy(SingleDeviceStrategy):
             certify=self._certify,
             on_finding=on_finding,
             root=self._module(),
+            recordings=self._recordings,
         )
 
     def _device_finding(self) -> Finding | None:
@@ -500,17 +500,20 @@ class ReplayStrategy(SingleDeviceStrategy):
 
     @property
     def recordings(self) -> tuple[RecordingStats, ...]:
-        """What is known of every recording, those of earlier fits included."""
-        return (*self._recordings, *chain.from_iterable(runner.recordings for runner in self._runners()))
+        """What is known of every recording in the order in which they were made, those of earlier fits included."""
+        return tuple(self._recordings)
 
     def stand_aside(self, steps: int, finding: Finding) -> None:
         """Leaves the next training steps to Lightning: they are native, and nothing observes them.
+
+        Of several who ask for it, the one who asks for most steps gets them.
 
         Args:
             steps: How many; what is left of them when the fit ends is forgotten.
             finding: Why, for the report.
         """
-        self._steps_aside, self._aside = steps, finding
+        if steps > self._steps_aside:
+            self._steps_aside, self._aside = steps, finding
 
     def invalidate(self, reason: str) -> None:
         """Drops all recordings. They are made again once their signatures have been seen `warmup_steps` times.
@@ -577,7 +580,6 @@ class ReplayStrategy(SingleDeviceStrategy):
         self._published += runner.gradients.published
         self._added += runner.gradients.added
         self._copied += runner.gradients.copied
-        self._recordings += runner.recordings
 
 
 def _contract_finding(trainer: Trainer) -> Finding | None:

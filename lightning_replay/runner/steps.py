@@ -94,6 +94,7 @@ class Runner:
         certify: How a fresh recording is compared with native before it is used.
         on_finding: Called for each finding that makes a call native.
         root: The module tree that runs in a step; an RNN anywhere in it may forbid recording.
+        recordings: The list that gets what is known of each recording as it is made; None makes one.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Runner:
         certify: Literal["auto", "bitwise", "off"],
         on_finding: Callable[[Finding], None],
         root: Module | None = None,
+        recordings: list[RecordingStats] | None = None,
     ) -> None:
         self._recurrent = [] if root is None else recurrent_networks("", root)
         self._backend = backend
@@ -116,7 +118,7 @@ class Runner:
         self._counts = True
         self._samples: list[Sample] = []
         self._trims = True
-        self.recordings: list[RecordingStats] = []
+        self.recordings = [] if recordings is None else recordings
         self._step: Counter[Action] = Counter()
         self._to_split: list[Region] = []
         self._split: set[Region] = set()

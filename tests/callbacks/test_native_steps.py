@@ -147,6 +147,16 @@ def test_memory_is_given_back_after_the_first_of_them_as_after_any_first_step() 
     assert sorted(set(trims)) == [1, recorded, recorded + 1]
 
 
+@pytest.mark.parametrize("asked", [(5, 0), (0, 5), (1, 5, 3)])
+def test_of_several_monitors_the_one_that_asks_for_most_gets_them(asked: tuple[int, ...]) -> None:
+    callbacks = lambda: [ReplayMonitor(native_steps=steps) for steps in asked]  # noqa: E731
+    _, replay = run_both(lambda: Learner(mlp()), callbacks=callbacks, steps=STEPS)
+
+    assert replay.trace is not None, replay.error
+    assert replay.trace.actions == ["native"] * 5 + script(STEPS - 5)
+    assert "native_steps=5" in replay.trace.report.messages[Reason.TIMED]
+
+
 def test_they_are_no_error() -> None:
     strategy = tape(on_native="error")
 

@@ -295,6 +295,32 @@ def test_recordings_are_given_back() -> None:
     assert strategy.report().reasons == {Reason.WARM_UP: 2, Reason.RECORDING: 1}
 
 
+class HookedAtFirst(Learner):
+    """Cannot be recorded as a whole before the fourth batch."""
+
+    def on_fit_start(self) -> None:
+        self.hook = self.register_forward_pre_hook(lambda *_: None)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.hook.remove()
+
+
+def test_recordings_keep_their_places() -> None:
+    strategy = tape(scope="auto")
+    seen: list[tuple[str, ...]] = []
+
+    class Notes(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            seen.append(tuple(recording.region for recording in strategy.recordings))
+
+    trainer(strategy, callbacks=[Notes()]).fit(HookedAtFirst(mlp()), *loader(batches(), 10))
+
+    network, step = "net", "training_step"
+    assert list(dict.fromkeys(seen)) == [(), (network,), (network, step)]
+    assert [recording.replays for recording in strategy.recordings] == [1, 3]
+
+
 def test_fast_dev_run_and_overfit_batches() -> None:
     def scenario(make: Any) -> Any:
         modules = [Learner(mlp()), Learner(mlp())]
