@@ -404,6 +404,7 @@ _HARMLESS = frozenset(
         Reason.AUDIT,
         Reason.NORM_MOVED,
         Reason.NORM_NO_LIMIT,
+        Reason.NORM_VALUE,
         Reason.TOO_SMALL,  # comes after the reason for which the whole was refused
     }
 )

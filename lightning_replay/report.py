@@ -27,7 +27,8 @@ class RecordingStats:
         region: Dotted path of the recorded module.
         signature: The tensor arguments it was recorded for.
         capture_seconds: Time from the end of the native step to the certified recording.
-        pool_bytes: Device memory of its pool, shared by the recordings of one call position.
+        pool_bytes: Device memory of its pool after it was made. The recordings of one call position share a pool:
+            their sizes are not to be added up.
         certified: "bitwise", "nondeterministic" (exact up to native nondeterminism) or "off".
         replays: How often it was replayed.
         native_runs: Native runs that were made for it, beside the step that trained.
@@ -158,8 +159,14 @@ class ReplayReport:
             steps = self.break_even_step
             repaid = "never repaid" if steps is None else f"repaid by {steps} replayed steps"
             lines.append(f"time: about {saved:.2f} s saved in replayed steps, {spent}, {repaid}")
-        elif any(recording.replay_ms is not None for recording in self.recordings):
-            lines.append(f"time: {spent}; what was saved is unknown (no native step to compare with, or a tape)")
+        elif timed := [recording for recording in self.recordings if recording.replay_ms is not None]:
+            known = all(recording.native_ms is not None for recording in timed)
+            why = "the tape backend saves nothing" if known else "no native step to compare with"
+            lines.append(f"time: {spent}; what was saved is unknown ({why})")
+        if to_cure := sum(not reason.is_harmless for reason in self.reasons):
+            lines.append(
+                f"to cure: {to_cure} of the reasons below; `messages` of the report says where, and what to do"
+            )
         return lines
 
     def tables(self) -> list["Table"]:

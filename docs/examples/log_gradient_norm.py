@@ -36,7 +36,8 @@ class Regression(LightningModule):
         return F.mse_loss(self.net(inputs), targets)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # Of this step, before scaling. None before the first clipping, with capture_gradient_norm=False, and natively.
+        # Of the last clipping, before scaling. None before the first, with capture_gradient_norm=False, and without
+        # the strategy.
         norm = getattr(self.trainer.strategy, "last_gradient_norm", None)
         if norm is not None:
             self.log("gradient_norm", norm)

@@ -52,6 +52,11 @@ def test_lines_are_narrow() -> None:
     assert max(map(len, str(made).splitlines())) <= WIDTH
 
 
+def test_a_report_says_where_a_cure_is_to_be_found() -> None:
+    assert "to cure: 1 of the reasons below" in str(report(reasons=(Reason.WARM_UP, Reason.HOST_SYNC)))
+    assert "to cure" not in str(report(reasons=(Reason.WARM_UP,)))
+
+
 def test_a_long_meaning_is_continued_in_its_column() -> None:
     reason = max(Reason, key=lambda reason: len(reason.cause))
     made = report(reasons=(reason,))
