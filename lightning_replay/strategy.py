@@ -221,7 +221,10 @@ class ReplayStrategy(SingleDeviceStrategy):
         if len(devices) > 1:
             raise ValueError(
                 argument_message(
-                    "devices", len(devices), "devices=1 or a list of one index", "pass devices=1 or devices=[0]"
+                    "devices",
+                    len(devices),
+                    "devices=1 or a list of one index",
+                    "pass devices=1 or devices=[0] to the Trainer, which takes all devices where none are named",
                 )
             )
         if self._explicit_device is None:
@@ -468,8 +471,7 @@ class ReplayStrategy(SingleDeviceStrategy):
         """Acts on a finding for which clipping stays native: no step is native for it, so it is no error."""
         assert self._clipper is not None
         self._clipper.findings.setdefault(finding.reason, finding)
-        quiet = finding.reason.is_harmless or finding.reason is Reason.NORM_VALUE
-        if self._on_native != "ignore" and not quiet:
+        if self._on_native != "ignore" and not finding.reason.is_harmless:
             self._warn_once(finding)
 
     # -- for the user --------------------------------------------------------------------------------------------
