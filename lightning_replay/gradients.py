@@ -31,6 +31,8 @@ from torch.nn import Parameter
 
 from lightning_replay.engine.backend import Graph, GraphBackend, Pool
 from lightning_replay.engine.layout import allocate_gradient, copy_all
+from lightning_replay.errors import NotReplayedError
+from lightning_replay.reasons import Finding, Reason
 
 _COUNTS = 4
 """How many of the things compared for each buffer are counts of references."""
@@ -194,6 +196,14 @@ class Publication:
             parameter.grad = held[position]
 
 
+def shared_places(gradients: Iterable[Tensor]) -> set[int]:
+    """Returns the addresses at which several of these lie. What is empty lies nowhere."""
+    places = list(map(Tensor.data_ptr, gradients))
+    if len(once := set(places)) == len(places):
+        return set()
+    return {place for place in once - {0} if places.count(place) > 1}
+
+
 @torch.no_grad()
 def hand_over(
     contributions: Mapping[Parameter, list[Tensor]], buffers: Mapping[Parameter, tuple[GradientBuffers, int]]
@@ -209,6 +219,9 @@ def hand_over(
     Returns:
         The number of live gradients that were added to, and the number of gradients that needed fresh memory because
         their buffer was kept or never made.
+
+    Raises:
+        NotReplayedError: If live gradients lie in the same memory, and would be added to in an order of our own.
     """
     fresh = 0
     live: list[Tensor] = []
@@ -239,6 +252,9 @@ def hand_over(
         targets.append(target)
         sources.append(total)
         bound.append((parameter, target))
+    if shared_places(live):
+        where, actual = "gradients of several parameters", "they share memory, and it counts which is added to first"
+        raise NotReplayedError(Finding(Reason.GRADIENT, where, "gradients with memory of their own", actual))
     if live:
         torch._foreach_add_(live, added)
     copy_all(targets, sources)

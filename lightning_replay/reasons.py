@@ -206,6 +206,11 @@ class Reason(Enum):
         "A tensor argument, result or gradient is sparse, nested, a subclass, overlaps itself or is on another device.",
         "Move it to the training device as a plain strided tensor before the call.",
     )
+    GRADIENT = (
+        "gradient",
+        "A parameter has a grad_dtype of its own, or its .grad shares memory with that of another one.",
+        "Leave grad_dtype as it is, and give each .grad memory of its own.",
+    )
     INPUT_WRITTEN = (
         "input_written",
         "The forward pass changes one of its arguments in place.",

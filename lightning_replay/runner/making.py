@@ -5,6 +5,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -14,12 +15,12 @@ from torch.nn import Parameter
 from lightning_replay.certification import Trial, Verdict, certify, nondeterminism_alerts
 from lightning_replay.dispatch import Engaged, Region
 from lightning_replay.engine.backend import GraphBackend
-from lightning_replay.engine.layout import clone_exactly
+from lightning_replay.engine.layout import clone_exactly, has_memory
 from lightning_replay.engine.recording import Call, Recorder, Recording, Reference
 from lightning_replay.engine.snapshot import Snapshot
 from lightning_replay.engine.standins import stand_ins
 from lightning_replay.errors import CaptureError
-from lightning_replay.gradients import Publication
+from lightning_replay.gradients import Publication, shared_places
 from lightning_replay.guards.module import AttributeWatch
 from lightning_replay.inspection import Inspector
 from lightning_replay.reasons import Finding, Reason
@@ -96,6 +97,7 @@ class Maker:
         region, call = sample.region, sample.call
         assert region.state is not None and region.buffers is not None
         parameters = region.buffers.parameters
+        self._check_gradients(region)
         # First, so that the recording fills what they leave of the pool's segments.
         reached = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
         region.buffers.provide(self._backend, sample.slot.pool, reached)
@@ -200,6 +202,24 @@ class Maker:
             input_uses=sample.input_uses,
             reads=inspector.constants.reads,
         )
+
+    def _check_gradients(self, region: Region) -> None:
+        """Refuses a region in whose gradients it counts in which order their parts arrive.
+
+        Autograd gives each part the dtype that is asked for before it adds it to others, and adds to what several
+        parameters share as it comes to them.
+        """
+        assert region.state is not None
+        owned = chain.from_iterable(other.module.parameters() for other in self._regions)  # of refused ones too
+        live = {id(p): p.grad for p in owned if p.grad is not None and has_memory(p.grad)}
+        shared = shared_places(live.values())
+        for name, parameter in region.state.parameters.items():
+            wanted = getattr(parameter, "grad_dtype", parameter.dtype)  # older releases of torch have none
+            if wanted != parameter.dtype:
+                raise CaptureError(Finding(Reason.GRADIENT, name, f"grad_dtype={parameter.dtype}", f"{wanted}"))
+            if id(parameter) in live and live[id(parameter)].data_ptr() in shared:
+                actual = "that of another parameter too"
+                raise CaptureError(Finding(Reason.GRADIENT, name, "a gradient with memory of its own", actual))
 
     def _check_sharing(self, region: Region, call: Call, reference: Reference, trainable: list[int]) -> None:
         """Refuses a region whose parameters get gradients from several places in an order we cannot keep."""

@@ -79,6 +79,7 @@ SPLITTING = UNREADY | frozenset(
         Reason.HOST_EFFECT,
         Reason.PYTHON_VALUE,
         Reason.SHARED_PARAMETER,
+        Reason.GRADIENT,
     }
 )
 """Reasons that may concern only a part of a region: its parts are tried by themselves."""

@@ -7,7 +7,7 @@ Nothing here needs to be recognised in advance: gradients are handed over when a
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +18,10 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD
 
-from lightning_replay import Reason
+from lightning_replay import NotReplayedError, Reason
 from tests.gradients.counting import check_counts, expected_counts
 from tests.helpers.bits import same_bits
 from tests.helpers.trace import Trace, TraceResult, run_fit, unequal
@@ -29,6 +30,7 @@ from tests.parity.harness import (
     Learner,
     PoisonedStrategy,
     batches,
+    check_native,
     check_replayed,
     classify,
     loader,
@@ -58,6 +60,66 @@ def test_nobody_looks() -> None:
 
     assert unequal(native, replay) == []
     check_counts(replay, USUAL)
+
+
+# -- gradients that autograd would treat in its own way
+
+
+def three_parts() -> nn.Sequential:
+    """A network of parts that are worth a recording each, with weights of one shape."""
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(6, 6), *(nn.Tanh() for _ in range(9)), nn.LayerNorm(6)) for _ in range(3)),
+        nn.Linear(6, 3),
+    )
+
+
+def shares(*parts: int) -> Callable[[Any], None]:
+    """Returns what gives the weights of some parts of `three_parts` one gradient."""
+
+    def share(module: Any) -> None:
+        weights = [module.net[part][0].weight for part in parts]
+        for weight in weights[1:]:
+            weight.grad = weights[0].grad
+
+    return share
+
+
+def wants_doubles(parts: nn.Module) -> nn.Module:
+    if hasattr(torch.Tensor, "grad_dtype"):
+        for parameter in parts[1].parameters():
+            parameter.grad_dtype = torch.float64
+    return parts
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch knows no grad_dtype")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_gradient_of_another_dtype_is_native(in_place: bool) -> None:
+    make = lambda: Learner(wants_doubles(three_parts()), optimizer=lambda p: SGD(p, 0.1), in_place=in_place)  # noqa: E731
+    trace = check_native(make, Reason.GRADIENT, where="net.1.0.weight", steps=14)
+
+    assert {recording.region for recording in trace.report.recordings if recording.replays} == {"net.0", "net.2"}
+
+
+@pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
+def test_gradients_that_share_memory_are_native(accumulate_grad_batches: int) -> None:
+    """Of three summands it counts which is added first."""
+    make = lambda: Learner(three_parts(), in_place=True, events={0: shares(0, 2)})  # noqa: E731
+    trace = check_native(
+        make, Reason.GRADIENT, where="net.0.0.weight", steps=14, accumulate_grad_batches=accumulate_grad_batches
+    )
+
+    assert {recording.region for recording in trace.report.recordings if recording.replays} == {"net.1"}
+
+
+def test_gradients_that_come_to_share_memory_are_an_error() -> None:
+    native, replay = (
+        Arm(lambda: Learner(three_parts(), in_place=True, events={4: shares(0, 2)}), batches(), strategy)
+        for strategy in ("auto", tape())
+    )
+
+    assert native.error is None
+    assert isinstance(replay.error, NotReplayedError)
+    assert replay.error.finding.reason is Reason.GRADIENT
 
 
 class LooksItself(Learner):
