@@ -56,7 +56,6 @@ class ReplayMonitor(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._logged_step = trainer.global_step
         if (strategy := _watched(trainer)) is not None:
             device = strategy.root_device
             clock = DeviceClock(device) if device.type == "cuda" else HostClock()
@@ -86,6 +85,10 @@ class ReplayMonitor(Callback):
         self._times.interrupt()
 
     # -- on the way ----------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._logged_step = trainer.global_step  # a checkpoint has set it by now
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:

@@ -37,7 +37,9 @@ def logging_step(module: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
-def fit(strategy: Any = "auto", callbacks: Any = (), steps: int = STEPS, **options: Any) -> Trainer:
+def fit(
+    strategy: Any = "auto", callbacks: Any = (), steps: int = STEPS, checkpoint: str | None = None, **options: Any
+) -> Trainer:
     """Trains a small network that logs its loss."""
     seed_everything(1, verbose=False)
     trainer = Trainer(
@@ -55,7 +57,7 @@ def fit(strategy: Any = "auto", callbacks: Any = (), steps: int = STEPS, **optio
             **options,
         },
     )
-    trainer.fit(Learner(mlp(), logging_step), *loader(batches(), steps))
+    trainer.fit(Learner(mlp(), logging_step), *loader(batches(), steps), ckpt_path=checkpoint)
     return trainer
 
 
@@ -127,7 +129,7 @@ def test_measuring_runs_no_operation_of_torch(tmp_path: Path) -> None:
 
     fit(strategy, [monitor], logger=CSVLogger(tmp_path))
 
-    assert len(hooks) == 9
+    assert len(hooks) == 10
     assert strategy.report().recordings[0].replay_ms is not None
 
 
@@ -175,6 +177,15 @@ def test_a_second_fit_goes_on_counting(tmp_path: Path) -> None:
 
     assert [counts(logger) for logger in loggers] == [{6: (0, 6, 1), 12: (6, 6, 1)}, {6: (6, 12, 2), 12: (12, 12, 2)}]
     assert all(recording.replay_ms for recording in strategy.report().recordings)
+
+
+def test_a_fit_that_resumes_is_logged_at_the_same_distances(tmp_path: Path) -> None:
+    file, logger = str(tmp_path / "half.ckpt"), CSVLogger(tmp_path)
+    fit(tape()).save_checkpoint(file)
+
+    fit(tape(), [ReplayMonitor(5)], checkpoint=file, logger=logger, max_epochs=2)
+
+    assert list(counts(logger)) == [STEPS + 5, STEPS + 10, 2 * STEPS]
 
 
 # -- the progress bar -------------------------------------------------------------------------------------------------
