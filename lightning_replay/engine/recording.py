@@ -148,6 +148,7 @@ class Recording:
         cotangents: For each output, the static incoming gradient, or None if the output received none.
         draws: Whether a replay moves the device's generator.
         buffers: The buffers that the forward pass writes, by name, and copies of their values before the last replay.
+        trainable: Positions of the parameters that required a gradient in the forward pass.
     """
 
     call: Call
@@ -164,6 +165,7 @@ class Recording:
     shadows: list[Tensor]
     several_uses: frozenset[int]
     kept_alive: list[Tensor] = field(default_factory=list)
+    trainable: list[int] = field(default_factory=list)
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -50,6 +50,7 @@ class BackwardPass:
         self._regions = regions
         self._on_finding = on_finding
         self._arrived: list[PendingCall | NativePart] = []
+        self._hooks: list[tuple[dict[int, Any], int, Any]] = []
         self.running = False
         self.must_check_inputs = False
         self.native_calls: list[range] = []
@@ -91,6 +92,7 @@ class BackwardPass:
             self.running = False
             for hook in hooks:
                 hook.remove()
+            self._put_hooks_back()
             self._arrived.clear()
         self.forget()
 
@@ -209,6 +211,7 @@ class BackwardPass:
         missing.clear()
         for index, parameter in places.items():
             gradient = gradients[index]
+            self._spare_hooks(parameter)
             if gradient is not None:
                 self._arrived.append(NativePart(parameter, gradient))
         return tuple(None if index in places else gradient for index, gradient in enumerate(gradients))
@@ -268,8 +271,27 @@ class BackwardPass:
             gradient = gradients[position]
             given.append(None if gradient is None else clone_exactly(gradient))
             gradients[position] = None
+            if gradient is None:
+                self._spare_hooks(parameter)
         pending.gradients = gradients
         return given
+
+    def _spare_hooks(self, parameter: Parameter) -> None:
+        """Keeps the hooks of a parameter from being called without a gradient, until the pass is over.
+
+        Autograd comes to it all the same, with nothing. A hook of several tensors counts that.
+        """
+        hooks = parameter._backward_hooks or {}
+        for key, hook in hooks.items():
+            if getattr(hook, "__module__", None) != torch.autograd.graph.__name__:
+                self._hooks.append((hooks, key, hook))
+                hooks[key] = partial(_call_with_gradient, hook)
+
+    def _put_hooks_back(self) -> None:
+        while self._hooks:
+            hooks, key, hook = self._hooks.pop()
+            if key in hooks:  # not removed meanwhile
+                hooks[key] = hook
 
     def _recompute(
         self, pending: PendingCall, cotangents: tuple[Tensor | None, ...]
@@ -285,7 +307,7 @@ class BackwardPass:
             buffer.data.copy_(shadow)
         if pending.random_before is not None:
             self._backend.set_random_state(pending.random_before)
-        trainable = [i for i, p in enumerate(buffers.parameters) if p.requires_grad]
+        trainable = recording.trainable  # a graph of autograd does not change with what is frozen later
         try:
             with stand_ins(pending.region.module, [buffers.parameters[i] for i in trainable]) as leaves:
                 recorder = Recorder(self._backend, recording.pool, recording.call, leaves, cotangents)
@@ -378,6 +400,10 @@ class BackwardPass:
                 where = f"a parameter of shape {tuple(parameter.shape)}"
                 raise NotReplayedError(Finding(Reason.SHARED_PARAMETER, where, expected, actual))
             torch.autograd.backward(parameter, sum(parts[1:], start=clone_exactly(parts[0])))
+
+
+def _call_with_gradient(hook: Callable[[Tensor], Any], gradient: Tensor | None) -> Any:
+    return None if gradient is None else hook(gradient)
 
 
 def _new_use(region: Region) -> Finding:

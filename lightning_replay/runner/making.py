@@ -173,6 +173,7 @@ class Maker:
                 recording = recorder.record(reference, written, draws, constants(), unnoticed)
                 recording.kept_alive.extend(inspector.foreign)
                 recording.gradients = spread(recording.gradients, trainable, len(parameters))
+                recording.trainable = trainable
                 recording.several_uses = frozenset(trainable[i] for i in recording.several_uses)
                 _check_memory(region, parameters, trainable, leaves)
                 if self._certify == "off":

@@ -19,6 +19,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from lightning_replay import NotReplayedError, Reason
@@ -730,6 +732,89 @@ def test_hooks_that_come_after_the_forward(window: int, in_place: bool) -> None:
 
     assert len(seen[0]) == STEPS
     assert same_bits(*seen)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = mlp(), nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> list[Tensor]:
+        hidden = self.body(inputs)
+        return [head(hidden) for head in self.heads]
+
+
+class HookedHead(Learner):
+    """Sees the gradients of one of two heads; some steps train the other one."""
+
+    def __init__(self, several: bool) -> None:
+        super().__init__(TwoHeads())
+        self.seen: list[Any] = []
+        head = self.net.heads[0]
+        if several:
+            register_multi_grad_hook(list(head.parameters()), lambda gradients: self.seen.append(gradients))
+        else:
+            head.weight.register_hook(self.seen.append)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        return cross_entropy(self.net(inputs)[batch_idx in (4, 6)], labels)
+
+
+class SetBeforeBackward(Callback):
+    """Freezes or unfreezes a bias between forward and backward pass of a step that trains the other head."""
+
+    def __init__(self, trainable: bool) -> None:
+        self.trainable = trainable
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.net.body[4].bias.requires_grad_(not self.trainable)
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 4:
+            module.net.body[4].bias.requires_grad_(self.trainable)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_call_that_is_differentiated_anew_reaches_what_was_trainable_in_its_forward_pass(trainable: bool) -> None:
+    _, replay = run_both(lambda: HookedHead(False), callbacks=lambda: [SetBeforeBackward(trainable)])
+
+    assert replay.trace is not None, replay.error
+    assert replay.trace.actions[4] == "replay"
+    assert replay.trace.report.reasons[Reason.COTANGENTS] >= 1
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_hook_is_not_called_where_no_gradient_comes(several: bool) -> None:
+    native, replay = run_both(lambda: HookedHead(several))
+
+    assert replay.trace is not None, replay.error
+    assert replay.trace.report.reasons[Reason.COTANGENTS] == 2
+    seen = [arm.modules[0].seen for arm in (native, replay)]
+    if several:  # torch's own hook of several tensors is told that there is nothing
+        seen[1] = [gradients for gradients in seen[1] if gradients != [None, None]]
+    assert len(seen[0]) == STEPS - 2
+    assert same_bits(*seen)
+
+
+class HookBesideNativeUse(Callback):
+    """Sees the gradient of a weight that the loss uses too, from between forward and backward pass on."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor | None] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 4:
+            module.net[4].weight.register_hook(self.seen.append)
+
+
+def test_a_hook_that_comes_too_late_for_a_shared_weight_is_not_called_in_vain() -> None:
+    hook = HookBesideNativeUse()
+    step = lambda module, batch, _: classify(module, batch, 0) + module.net[4].weight.square().sum()  # noqa: E731
+    replay = Arm(lambda: Learner(mlp(), step), batches(), tape(), callbacks=[hook])
+
+    assert isinstance(replay.error, NotReplayedError)
+    assert hook.seen == []
 
 
 # -- the strategy itself, extended
