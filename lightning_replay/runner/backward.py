@@ -281,11 +281,15 @@ class BackwardPass:
 
         Autograd comes to it all the same, with nothing. A hook of several tensors counts that.
         """
-        hooks = parameter._backward_hooks or {}
-        for key, hook in hooks.items():
-            if getattr(hook, "__module__", None) != torch.autograd.graph.__name__:
-                self._hooks.append((hooks, key, hook))
-                hooks[key] = partial(_call_with_gradient, hook)
+        mark = _mark(parameter.grad)
+        for hooks, guarded in (
+            (parameter._backward_hooks or {}, _call_with_gradient),
+            (parameter._post_accumulate_grad_hooks or {}, partial(_call_after_change, mark)),
+        ):
+            for key, hook in hooks.items():
+                if getattr(hook, "__module__", None) != torch.autograd.graph.__name__:
+                    self._hooks.append((hooks, key, hook))
+                    hooks[key] = partial(guarded, hook)
 
     def _put_hooks_back(self) -> None:
         while self._hooks:
@@ -404,6 +408,16 @@ class BackwardPass:
 
 def _call_with_gradient(hook: Callable[[Tensor], Any], gradient: Tensor | None) -> Any:
     return None if gradient is None else hook(gradient)
+
+
+def _call_after_change(mark: tuple[int, int] | None, hook: Callable[[Tensor], None], parameter: Tensor) -> None:
+    if _mark(parameter.grad) != mark:
+        hook(parameter)
+
+
+def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
+    """Returns what tells whether a gradient was replaced or added to."""
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _new_use(region: Region) -> Finding:

@@ -747,14 +747,16 @@ class TwoHeads(nn.Module):
 class HookedHead(Learner):
     """Sees the gradients of one of two heads; some steps train the other one."""
 
-    def __init__(self, several: bool) -> None:
-        super().__init__(TwoHeads())
+    def __init__(self, kind: str = "tensor", in_place: bool = False) -> None:
+        super().__init__(TwoHeads(), in_place=in_place)
         self.seen: list[Any] = []
         head = self.net.heads[0]
-        if several:
+        if kind == "several":
             register_multi_grad_hook(list(head.parameters()), lambda gradients: self.seen.append(gradients))
-        else:
+        elif kind == "tensor":
             head.weight.register_hook(self.seen.append)
+        else:
+            head.weight.register_post_accumulate_grad_hook(lambda weight: self.seen.append(weight.grad.clone()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, labels = batch
@@ -777,21 +779,22 @@ class SetBeforeBackward(Callback):
 
 @pytest.mark.parametrize("trainable", [False, True])
 def test_a_call_that_is_differentiated_anew_reaches_what_was_trainable_in_its_forward_pass(trainable: bool) -> None:
-    _, replay = run_both(lambda: HookedHead(False), callbacks=lambda: [SetBeforeBackward(trainable)])
+    _, replay = run_both(lambda: HookedHead(), callbacks=lambda: [SetBeforeBackward(trainable)])
 
     assert replay.trace is not None, replay.error
     assert replay.trace.actions[4] == "replay"
     assert replay.trace.report.reasons[Reason.COTANGENTS] >= 1
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_a_hook_is_not_called_where_no_gradient_comes(several: bool) -> None:
-    native, replay = run_both(lambda: HookedHead(several))
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", ["tensor", "after", "several"])
+def test_a_hook_is_not_called_where_no_gradient_comes(kind: str, in_place: bool) -> None:
+    native, replay = run_both(lambda: HookedHead(kind, in_place))
 
     assert replay.trace is not None, replay.error
     assert replay.trace.report.reasons[Reason.COTANGENTS] == 2
     seen = [arm.modules[0].seen for arm in (native, replay)]
-    if several:  # torch's own hook of several tensors is told that there is nothing
+    if kind == "several":  # torch's own hook of several tensors is told that there is nothing
         seen[1] = [gradients for gradients in seen[1] if gradients != [None, None]]
     assert len(seen[0]) == STEPS - 2
     assert same_bits(*seen)
