@@ -59,7 +59,7 @@ def main() -> int:
     failed = 0
     for pair in range(first, first + options.pairs):
         for arm in options.arms if pair % 2 == 0 else options.arms[::-1]:
-            runs += [{**run, "pair": pair} for run in run_worker(arm, options.models, given)]
+            runs += [{**run, "pair": pair} for run in run_worker(arm, options.models, given, whole=True)]
             print(f"pair {pair}, {arm}: {runs[-1]['process_seconds']:.1f} s", flush=True)
         # Written after every pair: a run that is cut short leaves what it has measured.
         options.pairs = pair + 1

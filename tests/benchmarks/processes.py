@@ -18,9 +18,12 @@ from tests.benchmarks import worker
 from tests.benchmarks.receipt import command_line, receipt, write
 from tests.benchmarks.workloads import WORKLOADS
 
-_FRESH = multiprocessing.get_context("forkserver")
-_FRESH.set_forkserver_preload(["tests.benchmarks.worker", "timm"])
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(["tests.benchmarks.worker", "timm"])
 """Processes that begin where all has been imported and nothing done: no device, no seed, no tensor."""
+
+_WHOLE = multiprocessing.get_context("spawn")
+"""Processes that import everything themselves."""
 
 
 def _run(words: list[str], environment: dict[str, str]) -> None:
@@ -47,7 +50,11 @@ def lane_environment(lane: int, lanes: int) -> dict[str, str]:
 
 
 def run_worker(
-    arm: str, models: Sequence[str], options: Mapping[str, Any], environment: Mapping[str, str] = MappingProxyType({})
+    arm: str,
+    models: Sequence[str],
+    options: Mapping[str, Any],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    whole: bool = False,
 ) -> list[dict[str, Any]]:
     """Runs one arm over some workloads in a process of its own; a run that failed has an "error".
 
@@ -56,13 +63,14 @@ def run_worker(
         models: the workloads.
         options: further options of the worker.
         environment: further environment variables of the process.
+        whole: it imports everything itself, for its seconds to be those of a whole run.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "runs.json"
         words = ["--arm", arm, "--out", str(out), "--models", *models]
         for name, value in options.items():
             words += [f"--{name}", str(value)]
-        process = _FRESH.Process(target=_run, args=(words, dict(environment)))
+        process = (_WHOLE if whole else _FORKED).Process(target=_run, args=(words, dict(environment)))
         started = time.perf_counter()
         process.start()
         process.join()
