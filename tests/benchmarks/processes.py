@@ -38,15 +38,12 @@ def lane_environment(lane: int, lanes: int) -> dict[str, str]:
         lane: the lane, from 0.
         lanes: how many there are.
     """
+    if lanes == 1:
+        return {}
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // lanes
     own = cores[lane * share : (lane + 1) * share]
-    if lanes == 1:
-        return {}
-    return {
-        "CUDA_VISIBLE_DEVICES": str(lane),
-        "LIGHTNING_REPLAY_CORES": ",".join(map(str, own)),
-    }
+    return {"CUDA_VISIBLE_DEVICES": str(lane), "LIGHTNING_REPLAY_CORES": ",".join(map(str, own))}
 
 
 def run_worker(
@@ -92,23 +89,6 @@ def parser(what: str, models: Sequence[str]) -> argparse.ArgumentParser:
     return made
 
 
-def keep(
-    name: str,
-    options: argparse.Namespace,
-    settings: Mapping[str, Any],
-    runs: list[dict[str, Any]],
-    summary: list[dict[str, Any]],
-) -> None:
-    """Writes the receipt; on the way too, so that a run that is cut short leaves what it has measured."""
-    given = {key: value for key, value in vars(options).items() if key != "out"}
-    workloads = {model: WORKLOADS[model].what for model in options.models}
-    content = {"runs": runs, "summary": summary}
-    write(
-        options.out,
-        receipt(name, {**given, **settings, "workloads": workloads}, content, command_line(f"tests.benchmarks.{name}")),
-    )
-
-
 def finish(
     name: str,
     options: argparse.Namespace,
@@ -118,7 +98,13 @@ def finish(
     problems: Sequence[str] = (),
 ) -> int:
     """Writes the receipt, prints its summary and tells whether something is wrong with it."""
-    keep(name, options, settings, runs, summary)
+    given = {key: value for key, value in vars(options).items() if key != "out"}
+    workloads = {model: WORKLOADS[model].what for model in options.models}
+    content = {"runs": runs, "summary": summary}
+    write(
+        options.out,
+        receipt(name, {**given, **settings, "workloads": workloads}, content, command_line(f"tests.benchmarks.{name}")),
+    )
     for row in summary:
         print(row)
     bad = [f"{run['model']}, {run['arm']}: {run['error']}" for run in runs if "error" in run] + list(problems)

@@ -112,9 +112,8 @@ def test_times_are_the_devices_where_the_host_runs_ahead() -> None:
         event.record()
         torch.cuda._sleep(CYCLES)
     torch.cuda.synchronize()
-    sleep = min(
-        start.elapsed_time(end) for start, end in itertools.pairwise(events)
-    )  # an idle device has a slower clock
+    # An idle device has a slower clock.
+    sleep = min(start.elapsed_time(end) for start, end in itertools.pairwise(events))
     watch, strategy = Stopwatch(CYCLES), ReplayStrategy()
 
     fit(strategy, [ReplayMonitor(), watch])

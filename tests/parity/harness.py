@@ -114,6 +114,29 @@ def mlp(dropout: float = 0.1) -> nn.Sequential:
     )
 
 
+class TwoResults(nn.Module):
+    """Gives a result that another result is made from, as networks with `hidden_states` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(inputs)
+        return self.head(hidden), hidden
+
+
+class UsesTwice(nn.Module):
+    """Uses one layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.net = nn.Linear(FEATURES, FEATURES), mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(self.shared(torch.tanh(self.shared(inputs))))
+
+
 def batches(*shape: int, size: int = 5, count: int = 3, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     """Different batches of features and labels, so that a stale input shows."""
     generator = torch.Generator().manual_seed(seed)
@@ -262,6 +285,8 @@ __all__ = [
     "Learner",
     "PoisonedStrategy",
     "Trainer",
+    "TwoResults",
+    "UsesTwice",
     "batches",
     "check_native",
     "check_replayed",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.helpers.bits import assert_same
-from tests.parity.harness import CLASSES, FEATURES, WARM_UP, Arm, Learner, mlp, run_both, script, tape
+from tests.parity.harness import FEATURES, WARM_UP, Arm, Learner, TwoResults, UsesTwice, mlp, run_both, script, tape
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -77,25 +77,6 @@ class HookedLate(Failing):
         if self.batches == FAILING:
             self.net[4].weight.register_post_accumulate_grad_hook(lambda p: self.seen.append(p.grad.clone()))
         self.batches += 1
-
-
-class TwoResults(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = mlp(), nn.Linear(CLASSES, CLASSES)
-
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.body(inputs)
-        return self.head(hidden), hidden
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.net = nn.Linear(FEATURES, FEATURES), mlp()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.net(self.shared(torch.tanh(self.shared(inputs))))
 
 
 class WithoutGradient(torch.autograd.Function):
@@ -255,7 +236,7 @@ def test_between_a_native_and_a_replayed_call(window: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_between_parts_that_are_left_apart(window: int) -> None:
-    found = check(lambda: Failing(penalty_of_a_tied_weight, Tied()), 3, window)
+    found = check(lambda: Failing(penalty_of_a_tied_weight, UsesTwice()), 3, window)
 
     assert absent(found) == ({"net.shared.weight"} if window == 1 else set())
 

@@ -15,6 +15,8 @@ from tests.parity.harness import (
     CLASSES,
     FEATURES,
     Learner,
+    TwoResults,
+    UsesTwice,
     batches,
     check_replayed,
     loader,
@@ -27,18 +29,6 @@ from tests.parity.harness import (
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Inner(nn.Module):
-    """Gives a result that another result is made from, as networks with `hidden_states` do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = mlp(), nn.Linear(CLASSES, CLASSES)
-
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.body(inputs)
-        return self.head(hidden), hidden
-
-
 @pytest.mark.parametrize("weight", [0.0, 0.1])
 def test_a_result_that_another_is_made_from(weight: float) -> None:
     def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -46,7 +36,7 @@ def test_a_result_that_another_is_made_from(weight: float) -> None:
         loss = F.cross_entropy(logits, batch[1])
         return loss + weight * hidden.square().mean() if weight else loss
 
-    trace = check_replayed(lambda: Learner(Inner(), step))
+    trace = check_replayed(lambda: Learner(TwoResults(), step))
 
     assert Reason.COTANGENTS not in trace.report.reasons
 
@@ -246,7 +236,7 @@ def test_a_parameter_that_only_a_recomputed_call_reaches_and_that_is_used_outsid
             losses.append(loss + F.cross_entropy(logits, batch[1]) if batch_idx >= 5 else loss)
         return torch.stack(losses).sum()
 
-    _, replay = run_both(lambda: Learner(Inner(), step), steps=8)
+    _, replay = run_both(lambda: Learner(TwoResults(), step), steps=8)
 
     assert replay.trace is not None
     assert "replay" in replay.trace.actions[:5]
@@ -273,17 +263,8 @@ def test_a_hook_that_sees_the_gradient_of_a_weight_used_upstream(window: int) ->
 
 def test_native_calls_in_between_are_no_uses_outside() -> None:
     """A network with a weight that it uses twice is recorded for another shape after an audit."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared, self.net = nn.Linear(FEATURES, FEATURES), mlp()
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            return self.net(self.shared(torch.tanh(self.shared(inputs))))
-
     trace = check_replayed(
-        lambda: Learner(Tied(), events={6: lambda module: getattr(module.trainer.strategy, "audit", int)()}),
+        lambda: Learner(UsesTwice(), events={6: lambda module: getattr(module.trainer.strategy, "audit", int)()}),
         lambda: loader([*batches(count=8), *batches(size=3, count=8)], 16),
         actions=[*script(7), "native", *script(8)],
         steps=16,
