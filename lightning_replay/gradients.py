@@ -21,8 +21,8 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,14 +32,29 @@ from torch.nn import Parameter
 from lightning_replay.engine.backend import Graph, GraphBackend, Pool
 from lightning_replay.engine.layout import allocate_gradient, copy_all
 from lightning_replay.errors import NotReplayedError
+from lightning_replay.guards.layouts import Layouts
 from lightning_replay.reasons import Finding, Reason
 
-_COUNTS = 4
-"""How many of the things compared for each buffer are counts of references."""
+_ADDRESS = 4
+"""Where the address is among what is compared for each buffer. All before it are counts of references."""
 
 _storage_use_count = torch._C._storage_Use_Count
 _tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
-_requires_grad = attrgetter("requires_grad")
+
+
+@dataclass(frozen=True)
+class _Untouched:
+    """What buffers that are looked at together are like while nobody refers to them.
+
+    Attributes:
+        handles: Of their memory.
+        counts: Of references, and addresses: for each kind a list, see `GradientBuffers._references`.
+        layouts: Their shapes and strides.
+    """
+
+    handles: list[int]
+    counts: list[list[int]]
+    layouts: Layouts
 
 
 class GradientBuffers:
@@ -56,11 +71,11 @@ class GradientBuffers:
         self.parameters = list(parameters)
         self.positions = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self.buffers: list[Tensor | None] = [None] * len(self.parameters)
-        # Also keeps the memory alive, whatever becomes of the buffer: recorded copies write there.
+        # The buffers' memory, kept whatever becomes of them: recorded copies write there. And the layout that they had.
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._handles: dict[int, int] = {}
-        self._expected: dict[tuple[int, ...], list[list[int]]] = {}
-        self._alone: dict[int, tuple[Any, ...]] = {}
+        self._originals: dict[int, Tensor] = {}
+        self._alone: dict[int, tuple[int, ...]] = {}
+        self._untouched: dict[tuple[int, ...], _Untouched] = {}
 
     def provide(self, backend: GraphBackend, pool: Pool, positions: Iterable[int]) -> None:
         """Allocates the buffers at these positions that do not exist yet.
@@ -78,12 +93,13 @@ class GradientBuffers:
         for i in reversed(missing):
             self.buffers[i] = made.pop()  # the list must not count as a reference
             self._storages[i] = self.at(i).untyped_storage()
-            self._handles[i] = self._storages[i]._cdata
+            self._originals[i] = self.at(i).detach()
             self._alone[i] = self._count(i)
-        self._expected.clear()
+        self._untouched.clear()
 
-    def _count(self, position: int) -> tuple[Any, ...]:
-        return next(zip(*self._references([self.buffers[position]], [position]), strict=True))
+    def _count(self, position: int) -> tuple[int, ...]:
+        references = self._references([self.buffers[position]], [position], [self._storages[position]._cdata])
+        return next(zip(*references, strict=True))
 
     @contextlib.contextmanager
     def expecting_references(self, owner: object, positions: Sequence[int] | None = None) -> Iterator[None]:
@@ -93,10 +109,10 @@ class GradientBuffers:
         """
         if positions is None:
             positions = list(self._alone)
-        before = [self._count(i)[:_COUNTS] for i in positions]
+        before = [self._count(i)[:_ADDRESS] for i in positions]
         yield
         added = [
-            tuple(now - then for now, then in zip(self._count(i)[:_COUNTS], count, strict=True))
+            tuple(now - then for now, then in zip(self._count(i)[:_ADDRESS], count, strict=True))
             for i, count in zip(positions, before, strict=True)
         ]
         if any(map(any, added)):
@@ -105,9 +121,9 @@ class GradientBuffers:
 
     def _expect(self, positions: Sequence[int], added: Sequence[tuple[int, ...]], sign: int) -> None:
         for i, more in zip(positions, added, strict=True):
-            counts = (count + sign * change for count, change in zip(self._alone[i][:_COUNTS], more, strict=True))
-            self._alone[i] = (*counts, *self._alone[i][_COUNTS:])
-        self._expected.clear()
+            counts = (count + sign * change for count, change in zip(self._alone[i][:_ADDRESS], more, strict=True))
+            self._alone[i] = (*counts, self._alone[i][_ADDRESS])
+        self._untouched.clear()
 
     def at(self, position: int) -> Tensor:
         """Returns the buffer at a position."""
@@ -115,31 +131,37 @@ class GradientBuffers:
         assert buffer is not None
         return buffer
 
-    def _references(self, buffers: list[Any], positions: Sequence[int]) -> tuple[Iterator[Any], ...]:
+    def _references(
+        self, buffers: list[Any], positions: Sequence[int], handles: list[int]
+    ) -> tuple[Iterator[int], ...]:
         """Counts who refers to buffers: Python and C++ to the tensors, Python and C++ to the memory.
 
-        The address comes with them, as `.grad.data = ...` gives a buffer other memory, and what else can be changed of
-        a gradient in place. One pass in C for each: this runs every step for every parameter.
+        The address comes with them, as `.grad.data = ...` gives a buffer other memory. One pass in C for each: this
+        runs every step for every parameter.
         """
         return (
             map(sys.getrefcount, buffers),
             map(_tensor_use_count, buffers),
             map(sys.getrefcount, map(self._storages.__getitem__, positions)),
-            map(_storage_use_count, map(self._handles.__getitem__, positions)),
+            map(_storage_use_count, handles),
             map(Tensor.data_ptr, buffers),
-            map(Tensor.size, buffers),
-            map(Tensor.stride, buffers),
-            map(_requires_grad, buffers),
         )
+
+    def _find_untouched(self, positions: tuple[int, ...]) -> _Untouched:
+        handles = [self._storages[i]._cdata for i in positions]
+        counts = list(map(list, zip(*(self._alone[i] for i in positions), strict=True)))
+        return _Untouched(handles, counts, Layouts([self._originals[i] for i in positions]))
 
     def held(self, positions: Sequence[int]) -> bool:
         """Tells whether anyone but this object refers to any of these buffers or their memory, or has changed one."""
         positions = tuple(positions)
-        if (alone := self._expected.get(positions)) is None:
-            alone = list(map(list, zip(*(self._alone[i] for i in positions), strict=True)))
-            self._expected[positions] = alone
-        buffers = [self.buffers[i] for i in positions]
-        return any(list(now) != then for now, then in zip(self._references(buffers, positions), alone, strict=False))
+        if (untouched := self._untouched.get(positions)) is None:
+            untouched = self._untouched[positions] = self._find_untouched(positions)
+        buffers: list[Any] = [self.buffers[i] for i in positions]
+        references = self._references(buffers, positions, untouched.handles)
+        if any(list(now) != then for now, then in zip(references, untouched.counts, strict=False)):
+            return True
+        return not untouched.layouts.are_same(buffers) or any(untouched.layouts.trainable)
 
     def is_held(self, position: int) -> bool:
         """Tells whether anyone but this object refers to one buffer or its memory. `.grad` counts, if bound."""

@@ -57,19 +57,24 @@ class Layouts:
         self._guards: deque[tuple[Callable[..., bool], tuple[bool, ...]]] = deque(maxlen=MAX_CIRCUMSTANCES)
         self.trainable = tuple(map(_requires_grad, tensors))
 
-    def are_same(self) -> bool:
-        """Tells whether all are as they were, and notes which are trainable."""
+    def are_same(self, others: Sequence[Tensor] | None = None) -> bool:
+        """Tells whether all are as they were, and notes which are trainable.
+
+        Args:
+            others: Tensors to compare instead, of which nothing is kept.
+        """
+        tensors = self._tensors if others is None else others
         can_guard = _CAN_GUARD and torch.is_grad_enabled()  # without gradients, a guard sees none as trainable
         if can_guard:
             for is_unchanged, trainable in self._guards:
-                if is_unchanged(*self._tensors):
+                if is_unchanged(*tensors):
                     self.trainable = trainable
                     return True
-        self.trainable = tuple(map(_requires_grad, self._tensors))
-        if _read(self._tensors) != self._then:
+        self.trainable = tuple(map(_requires_grad, tensors))
+        if _read(tensors) != self._then:
             return False
         if can_guard:
-            self._guards.appendleft((_guard(self._tensors), self.trainable))
+            self._guards.appendleft((_guard(tensors), self.trainable))
         return True
 
     def then(self, index: int) -> tuple[Any, ...]:

@@ -145,8 +145,7 @@ class ReplayFunction(torch.autograd.Function):
 
 def hooked_parameters(engaged: Engaged) -> list[Parameter]:
     """Returns the parameters with tensor hooks or post-accumulate hooks."""
-    publication = engaged.publication
-    parameters = [publication.buffers.parameters[i] for i in publication.positions]
+    parameters = engaged.publication.parameters
     return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 

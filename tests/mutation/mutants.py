@@ -2,13 +2,14 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """The guards, each with how it is switched off and what must then fail."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from lightning_replay import dispatch, inspection
 from lightning_replay.certification import Verdict
@@ -148,8 +149,8 @@ def _same_members(state: ModuleState) -> None:
 
 
 class _Blind(Layouts):
-    def are_same(self) -> bool:
-        super().are_same()  # which notes the trainability, another guard's business
+    def are_same(self, others: Sequence[Tensor] | None = None) -> bool:
+        super().are_same(others)  # which notes the trainability, another guard's business
         return True
 
 
