@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter, RNNBase
 
 from lightning_replay.engine.backend import Pool
@@ -164,6 +165,8 @@ class Region:
         again: Runs it once more, without what it does outside of its results.
         max_new_signatures: New signatures in a row after which calls are no longer observed until one repeats.
         ignored: For modules in it, by id, the attributes that it may set: whoever made the region answers for them.
+        find_read: Finds, among tensors that the region has from elsewhere, one of these attributes, which must not be
+            read where it is.
         unready: Calls that could not even be observed.
         wrote: A call was seen to set an attribute of the modules.
         instance_forward: The `forward` on the instance when the region was made, in front of the one of its class.
@@ -189,6 +192,7 @@ class Region:
     again: Callable[..., Any] | None = None
     max_new_signatures: int = MAX_NEW_SIGNATURES
     ignored: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    find_read: Callable[[Iterable[Tensor]], Finding | None] = lambda _: None
 
     @property
     def members(self) -> str:

@@ -6,14 +6,18 @@ Note [a metric in a recording]
     A metric keeps tensors, which its update replaces or changes in place, and a count of updates. While a step is run
     for a recording, each state is a copy of the region's argument; what it has become is a result. A replay is given
     the live states, binds what comes back, and counts as many updates as the recorded step did.
+
+    Of a metric that is logged, Lightning keeps the result of its last batch as it is at that moment. So that is logged
+    before what the replay brought is bound, and a result that the step made until then is part of the log.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric, MetricCollection
 
 from lightning_replay.reasons import Finding, Reason
@@ -59,6 +63,7 @@ class StepMetrics:
         self._counts: list[int] = []
         self._marks: list[list[tuple[int, int]]] = []
         self._before: list[list[Any]] = []
+        self._results_before: dict[int, Any] = {}
 
     def ignored(self) -> Mapping[int, frozenset[str]]:
         """Returns, for each metric by its id, the attributes that an update sets."""
@@ -124,8 +129,27 @@ class StepMetrics:
         )
 
     def counts(self) -> list[int]:
-        """Returns the counts of updates of the metrics in use."""
+        """Returns the counts of updates of the metrics in use, where a run begins."""
+        self._results_before = {id(metric): metric._forward_cache for _, metric in self._named}
         return [metric._update_count for metric in self._used]
+
+    def result_of(self, metric: Metric) -> list[Any]:
+        """Returns what the run has made of the metric's last batch so far, or nothing if that is as it was before."""
+        result = metric._forward_cache
+        if result is self._results_before.get(id(metric)):
+            return []
+        return [tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, result)]
+
+    def find_read(self, tensors: Iterable[Tensor]) -> Finding | None:
+        """Finds a state or a result of a metric among tensors that a recording would read where they are now."""
+        places = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        for name, metric in self._named:
+            for key in (*metric._defaults, *_RESULTS):
+                for leaf in tree_leaves(getattr(metric, key)):
+                    if isinstance(leaf, Tensor) and leaf.numel() and leaf.untyped_storage().data_ptr() in places:
+                        expected, actual = "a metric whose states the step updates", "it is read as others left it"
+                        return Finding(Reason.METRIC, f"{name}.{key}", expected, actual)
+        return None
 
     def adopt(self, outcome: Outcome) -> None:
         """Makes what a replay brought the metrics' own."""

@@ -186,7 +186,8 @@ class Reason(Enum):
     )
     METRIC = (
         "metric",
-        "training_step updates a metric whose update cannot be replayed: it keeps lists, or shares states with others.",
+        "training_step updates a metric whose update cannot be replayed (it keeps lists, or shares states with others),"
+        " or reads one.",
         "Update it in on_train_batch_end, or use a metric whose states are tensors.",
     )
     SHARED_PARAMETER = (

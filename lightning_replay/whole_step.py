@@ -89,6 +89,7 @@ class WholeStep:
             again=self._run_again,
             max_new_signatures=PATIENCE,
             ignored={**dict.fromkeys(map(id, self._modules), _OWN), **self._metrics.ignored()},
+            find_read=self._metrics.find_read,
         )
         runner.regions.append(self.region)
         self._reason = self._find_reason()
@@ -135,9 +136,9 @@ class WholeStep:
             return False, outcome
         result, logged, metrics = outcome
         if not self._ran:
-            self._metrics.adopt(metrics)
             for position, value in logged:
                 self._log_calls[position].again(value)
+            self._metrics.adopt(metrics)
         return True, result
 
     def _run(self, batch: Any, states: list[Tensor]) -> tuple[Any, list[tuple[int, Any]], Outcome]:
@@ -207,7 +208,9 @@ class WholeStep:
         if call not in self._log_calls:
             self._log_calls.append(call)
         # Lightning keeps a copy too. Without one, a loss and the same loss detached would be two results in one memory.
-        kept = value.detach().clone() if isinstance(value, Tensor) else None if metric is not None else value
+        kept = value.detach().clone() if isinstance(value, Tensor) else value
+        if metric is not None:
+            kept = self._metrics.result_of(metric)
         logged.append((self._log_calls.index(call), kept))
 
     def _note_read(self, attribute: str) -> None:
@@ -240,7 +243,13 @@ class LogCall:
 
     def again(self, value: Any) -> None:
         """Logs another value in the same way."""
-        self.module.log(self.name, value if self.metric is None else self.metric, *self.others, **self.options)
+        if self.metric is None:
+            self.module.log(self.name, value, *self.others, **self.options)
+            return
+        with contextlib.ExitStack() as stack:
+            for result in value:
+                stack.enter_context(Shadowed(self.metric, "_forward_cache", result))
+            self.module.log(self.name, self.metric, *self.others, **self.options)
 
 
 class WatchedTrainer:

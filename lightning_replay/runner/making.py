@@ -162,6 +162,8 @@ class Maker:
             reference, first = run_native(watch=True)
             if inspects and inspector.difference is not None:
                 raise CaptureError(inspector.difference)
+            if (finding := region.find_read(inspector.foreign)) is not None:
+                raise CaptureError(finding)
             if inspects and region.part and len(inspector.trace) < MIN_OPERATIONS:
                 actual = f"{len(inspector.trace)} operations"
                 raise CaptureError(Finding(Reason.TOO_SMALL, region.name, f"at least {MIN_OPERATIONS}", actual))

@@ -66,6 +66,43 @@ class LogsTheMetric(Base):
         self.history.append(dict(self.trainer.callback_metrics))
 
 
+class LogsBetweenTwoBatches(Base):
+    """Lightning keeps what the metric made of its last batch when it is logged, not at the end of the step."""
+
+    def measure(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        self.log("before", self.metric, on_step=True, on_epoch=True)
+        self.metric(loss)
+        self.log("between", self.metric, on_step=True, on_epoch=True)
+        self.metric(loss * 2)
+        self.log("after", self.metric, on_step=True, on_epoch=True)
+
+    def on_train_start(self) -> None:
+        self.metric(torch.tensor(1.0))
+
+    def on_train_epoch_end(self) -> None:
+        self.history.append(dict(self.trainer.callback_metrics))
+
+
+class ReadsWhatAHookUpdates(Base):
+    """The step weighs its loss by a metric that a hook updates: each update makes new tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + self.metric.tp.sum())
+
+    def measure(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None: ...
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.metric.update(torch.tensor([0, 1]), torch.tensor([0, 1]))
+        super().on_train_batch_end(*args)
+
+
+class ReadsItsLastResult(Base):
+    def measure(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        earlier = self.metric._forward_cache
+        self.log("earlier", 0.0 if earlier is None else earlier)
+        self.metric(loss)
+
+
 class Resets(Base):
     def measure(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         self.metric.reset()
@@ -98,8 +135,9 @@ def _both(make: Any) -> ReplayReport:
         lambda: Base(SumMetric(nan_strategy="disable")),
         lambda: Forward(MulticlassAccuracy(CLASSES, average="micro", validate_args=False)),
         lambda: LogsTheMetric(MulticlassAccuracy(CLASSES, average="micro", validate_args=False)),
+        lambda: LogsBetweenTwoBatches(SumMetric(nan_strategy="disable")),
     ],
-    ids=["mean", "sum", "forward", "logged"],
+    ids=["mean", "sum", "forward", "logged", "logged between"],
 )
 def test_metric_is_updated_by_replays(make: Any) -> None:
     report = _both(make)
@@ -114,8 +152,10 @@ def test_metric_is_updated_by_replays(make: Any) -> None:
         lambda: Base(CatMetric(nan_strategy="disable")),
         lambda: Base(MetricCollection([MeanMetric(nan_strategy="disable"), SumMetric(nan_strategy="disable")])),
         lambda: Resets(MeanMetric(nan_strategy="disable")),
+        lambda: ReadsWhatAHookUpdates(MulticlassAccuracy(CLASSES, average="micro", validate_args=False)),
+        lambda: ReadsItsLastResult(SumMetric(nan_strategy="disable")),
     ],
-    ids=["list", "collection", "reset"],
+    ids=["list", "collection", "reset", "read", "result"],
 )
 def test_metric_that_cannot_be_replayed_is_a_reason(make: Any) -> None:
     report = _both(make)
