@@ -19,7 +19,15 @@ from lightning_replay.engine.modes import Modes, current_modes
 from lightning_replay.engine.reads import Reads
 from lightning_replay.engine.recording import Recording
 from lightning_replay.gradients import GradientBuffers, Publication
-from lightning_replay.guards.module import ModuleState, find_hidden_state, find_hooks, join, recurrent_networks
+from lightning_replay.guards.module import (
+    IsOutsider,
+    ModuleState,
+    find_hidden_state,
+    find_hooks,
+    is_moving,
+    join,
+    recurrent_networks,
+)
 from lightning_replay.guards.signature import Arguments, check_input_aliases, check_modes, read_arguments
 from lightning_replay.inspection import Trace
 from lightning_replay.reasons import Effect, Finding, Reason
@@ -237,15 +245,22 @@ class Dispatcher:
         new_pool: Makes the pool of a new slot.
         warmup_steps: Native sightings of a signature before it is recorded.
         max_recordings: Recordings kept for each region.
+        is_outsider: Tells of an object, and of the one that holds it, whether it changes unseen.
     """
 
     def __init__(
-        self, device: torch.device, new_pool: Callable[[], Pool], warmup_steps: int, max_recordings: int
+        self,
+        device: torch.device,
+        new_pool: Callable[[], Pool],
+        warmup_steps: int,
+        max_recordings: int,
+        is_outsider: IsOutsider = is_moving,
     ) -> None:
         self._device = device
         self._new_pool = new_pool
         self._warmup_steps = warmup_steps
         self._max_recordings = max_recordings
+        self._is_outsider = is_outsider
         self.step = 0
         self.audit_requested: set[Region] = set()
         self.hidden_state: Finding | None = None
@@ -387,7 +402,7 @@ class Dispatcher:
             ):
                 actual = f"{type(parameter).__qualname__} on {parameter.device}"
                 return Finding(Reason.UNSUPPORTED_TENSOR, name, f"a plain parameter on {self._device}", actual)
-        if (finding := state.find_iterator()) is not None:
+        if (finding := state.find_iterator() or state.find_outsider(self._is_outsider)) is not None:
             return finding
         region.state = state
         region.buffers = GradientBuffers(list(state.parameters.values()))

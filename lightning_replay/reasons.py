@@ -171,7 +171,8 @@ class Reason(Enum):
     )
     TRAINER_READ = (
         "trainer_read",
-        "training_step reads or sets something of the Trainer, which a replay would not.",
+        "What is to be recorded reads or sets something of the Trainer, or an optimizer, a scheduler or a callback"
+        " that it holds; a replay would not.",
         "Read it in a hook such as on_train_batch_start and keep it in an attribute of the module, or in a buffer.",
     )
     HOST_EFFECT = (

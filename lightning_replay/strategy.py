@@ -46,7 +46,7 @@ from lightning_replay.precision import asks_for_clipping, attach, detach
 from lightning_replay.reasons import Finding, Reason
 from lightning_replay.report import RecordingStats, ReplayReport
 from lightning_replay.runner import Runner, StepAction
-from lightning_replay.whole_step import WholeStep
+from lightning_replay.whole_step import WholeStep, is_outsider, watched_trainer
 
 _RECORDED = ("_clipper", "_runner", "_whole", "_whole_runner", "_ran", "_log")
 _FROM_CONNECTOR = ("_accelerator", "_precision_plugin", "_checkpoint_io", "_root_device")
@@ -319,7 +319,7 @@ class ReplayStrategy(SingleDeviceStrategy):
                 self._device_finding() or _contract_finding(module.trainer) or find_fit_reason(module.trainer, module)
             )
             if self._fit_finding is None:
-                self._runner = self._make_runner(self._meet)
+                self._runner = self._make_runner(self._meet, watching=self._watching_network)
                 for name, named in named_modules(module, self._modules or ()).items():
                     self._runner.add_region(name, named)
                 if self._scope != "network":
@@ -328,7 +328,7 @@ class ReplayStrategy(SingleDeviceStrategy):
                     self._whole = WholeStep(module, self._whole_runner, super().training_step, on_finding)
         return self._runner
 
-    def _make_runner(self, on_finding: Callable[[Finding], None]) -> Runner:
+    def _make_runner(self, on_finding: Callable[[Finding], None], **options: Any) -> Runner:
         return Runner(
             self._make_backend(),
             warmup_steps=self._warmup_steps,
@@ -337,7 +337,13 @@ class ReplayStrategy(SingleDeviceStrategy):
             on_finding=on_finding,
             root=self._module(),
             recordings=self._recordings,
+            is_outsider=is_outsider,
+            **options,
         )
+
+    def _watching_network(self, refuse: Callable[[Finding], None]) -> AbstractContextManager[None]:
+        """Surrounds an observed call of a network: one that reads the Trainer depends on more than its modules."""
+        return watched_trainer(self._module(), refuse)
 
     def _device_finding(self) -> Finding | None:
         if self._backend == "tape" or self.root_device.type == "cuda":

@@ -21,8 +21,9 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
@@ -31,6 +32,7 @@ from lightning_replay.dispatch import Region
 from lightning_replay.effects import user_line
 from lightning_replay.engine.interposition import Shadowed
 from lightning_replay.errors import CaptureError
+from lightning_replay.guards.module import is_moving
 from lightning_replay.guards.parameters import find_use
 from lightning_replay.inspection import handing_out
 from lightning_replay.metrics import Outcome, StepMetrics
@@ -48,8 +50,9 @@ _OWN = frozenset({"_trainer", "_fabric", "_current_fx_name", "_metric_attributes
 
 _FIXED = frozenset(
     {"global_rank", "local_rank", "node_rank", "world_size", "num_devices", "num_nodes", "is_global_zero"}
+    | {"training", "evaluating", "validating", "testing", "predicting", "sanity_checking"}
 )
-"""What a Trainer never changes during a fit."""
+"""What a Trainer never changes during a fit, and what is the same in all of its training steps."""
 
 
 class WholeStep:
@@ -174,9 +177,7 @@ class WholeStep:
         with contextlib.ExitStack() as stack:
             for module in self._modules:
                 stack.enter_context(Shadowed(module, "log", partial(self._log, module, module.log, logged)))
-                if module._trainer is not None:
-                    stand_in = WatchedTrainer(module._trainer, self._note_read)
-                    stack.enter_context(Shadowed(module, "_trainer", stand_in))
+            stack.enter_context(watched_trainer(self._module, self._note_read))
             self._inside = True
             try:
                 result = self._native(batch, *self._others)
@@ -213,11 +214,9 @@ class WholeStep:
             kept = self._metrics.result_of(metric)
         logged.append((self._log_calls.index(call), kept))
 
-    def _note_read(self, attribute: str) -> None:
-        if self._inside and attribute not in _FIXED:
-            where = f"self.trainer.{attribute}"
-            expected = "a step that depends on its batch and its modules"
-            self._refuse(Finding(Reason.TRAINER_READ, where, expected, f"used at {user_line()}"))
+    def _note_read(self, finding: Finding) -> None:
+        if self._inside:
+            self._refuse(finding)
 
     def _refuse(self, finding: Finding) -> None:
         if not self._live:
@@ -257,7 +256,7 @@ class WatchedTrainer:
 
     __slots__ = ("_note", "_trainer")
 
-    def __init__(self, trainer: Any, note: Callable[[str], None]) -> None:
+    def __init__(self, trainer: Any, note: Callable[[Finding], None]) -> None:
         object.__setattr__(self, "_trainer", trainer)
         object.__setattr__(self, "_note", note)
 
@@ -266,12 +265,40 @@ class WatchedTrainer:
         return type(self._trainer)
 
     def __getattr__(self, name: str) -> Any:
-        self._note(name)
+        if name not in _FIXED:
+            self._note(_trainer_read(name))
         return getattr(self._trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._note(name)
+        self._note(_trainer_read(name))
         setattr(self._trainer, name, value)
+
+
+def _trainer_read(attribute: str) -> Finding:
+    expected = "code that depends on its arguments and its modules"
+    return Finding(Reason.TRAINER_READ, f"self.trainer.{attribute}", expected, f"used at {user_line()}")
+
+
+def is_outsider(owner: Any, value: Any) -> bool:
+    """Tells whether an object, held by another, is one that a fit changes from step to step."""
+    if isinstance(value, Trainer):  # in its own places it is watched, or of no interest
+        return not isinstance(owner, (LightningModule, LightningDataModule))
+    return isinstance(value, Callback) or is_moving(owner, value)
+
+
+@contextlib.contextmanager
+def watched_trainer(root: Module, note: Callable[[Finding], None]) -> Iterator[None]:
+    """Puts stand-ins for the Trainer into the LightningModules of a tree.
+
+    Args:
+        root: The tree.
+        note: Called for each read or write of something that changes from step to step.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in root.modules():
+            if isinstance(module, LightningModule) and module._trainer is not None:
+                stack.enter_context(Shadowed(module, "_trainer", WatchedTrainer(module._trainer, note)))
+        yield
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules import module as torch_module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_replay.engine.interposition import is_interposed
 from lightning_replay.engine.layout import has_memory
@@ -84,6 +86,14 @@ def find_hidden_state(networks: Iterable[tuple[str, torch.nn.RNNBase]], device: 
         if network.dropout > 0 and network.num_layers > 1 and network.training:
             return Finding(Reason.HIDDEN_STATE, path, "dropout=0", f"dropout={network.dropout}")
     return None
+
+
+IsOutsider = Callable[[Any, Any], bool]
+
+
+def is_moving(owner: Any, value: Any) -> bool:
+    """Tells whether an object of torch is one that training changes from step to step: no guard looks into it."""
+    return isinstance(value, (Optimizer, LRScheduler, torch.amp.GradScaler))
 
 
 def identities(values: Iterable[Any]) -> bytes:
@@ -308,16 +318,31 @@ class ModuleState:
 
     def find_iterator(self) -> Finding | None:
         """Finds something among the attributes that a run would advance, and a replay would not."""
-        named = [(join(p, k), v) for (p, _), a in zip(self._named, self._attributes, strict=True) for k, v in a.items()]
-        named += [(name, value) for (name, _), value in zip(self._variables, self._outer, strict=True)]
-        named += [(path, item) for path, _, items in self._containers for item in items]
-        for path, value in named:
+        for path, _, value in self._reached():
             kind = f"a {type(value).__qualname__}"
             if isinstance(value, _GENERATORS) and id(value) not in _WATCHED:
                 return Finding(Reason.HOST_RANDOM, path, "the device's default generator", kind)
             if isinstance(value, Iterator) and not isinstance(value, (Tensor, io.IOBase)):
                 return Finding(Reason.ATTRIBUTE_WRITTEN, path, "nothing that a run advances", kind)
         return None
+
+    def find_outsider(self, is_outsider: IsOutsider) -> Finding | None:
+        """Finds something that code may read, and that others change without any guard seeing it."""
+        for path, owner, value in self._reached():
+            if not is_container(value) and is_outsider(owner, value):
+                return Finding(
+                    Reason.TRAINER_READ, path, "what changes with a module alone", f"a {type(value).__name__}"
+                )
+        return None
+
+    def _reached(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yields what code may read: where it is, what holds it, and the value."""
+        for (path, module), attributes in zip(self._named, self._attributes, strict=True):
+            yield from ((join(path, key), module, value) for key, value in attributes.items())
+        for (name, _), value in zip(self._variables, self._outer, strict=True):
+            yield name, None, value
+        for path, container, inside in self._containers:
+            yield from ((path, container, item) for item in inside)
 
     def _add_containers(self, path: str, value: Any, held: list[Any], seen: set[int], depth: int) -> None:
         """Adds a container and those inside it, each object once, and to what is held all that they hold."""

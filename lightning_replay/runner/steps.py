@@ -21,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,7 +37,7 @@ from lightning_replay.engine.layout import clone_exactly
 from lightning_replay.engine.recording import Call, check_outputs, sequence_number, take_apart
 from lightning_replay.engine.snapshot import Snapshot
 from lightning_replay.errors import CaptureError
-from lightning_replay.guards.module import AttributeWatch, join, recurrent_networks
+from lightning_replay.guards.module import AttributeWatch, IsOutsider, is_moving, join, recurrent_networks
 from lightning_replay.guards.parameters import line_that_sets
 from lightning_replay.guards.signature import Arguments, read_arguments
 from lightning_replay.inspection import Trace, Tracer
@@ -49,6 +50,9 @@ from lightning_replay.runner.modules import is_compiled, make_region, module_at,
 
 StepAction = Literal["native", "record", "replay"]
 
+
+Watching = Callable[[Callable[[Finding], None]], contextlib.AbstractContextManager[None]]
+"""Surrounds an observed call of a region; given a function that refuses the region."""
 
 MAX_UNREADY = 5
 """Calls of a region, never recorded, that its hooks or arguments forbade to record, before its parts are tried."""
@@ -68,6 +72,7 @@ SPLITTING = UNREADY | frozenset(
         Reason.BUFFER_REBOUND,
         Reason.PARAMETER_WRITTEN,
         Reason.LOG_IN_REGION,
+        Reason.TRAINER_READ,
         Reason.INPUT_WRITTEN,
         Reason.OUTPUT_ALIAS,
         Reason.RESULT,
@@ -96,6 +101,8 @@ class Runner:
         on_finding: Called for each finding that makes a call native.
         root: The module tree that runs in a step; an RNN anywhere in it may forbid recording.
         recordings: The list that gets what is known of each recording as it is made; None makes one.
+        watching: Surrounds each observed call.
+        is_outsider: Tells of an object, and of the one that holds it, whether it changes unseen.
     """
 
     def __init__(
@@ -107,10 +114,12 @@ class Runner:
         on_finding: Callable[[Finding], None],
         root: Module | None = None,
         recordings: list[RecordingStats] | None = None,
+        watching: Watching = lambda _: contextlib.nullcontext(),
+        is_outsider: IsOutsider = is_moving,
     ) -> None:
         self._recurrent = [] if root is None else recurrent_networks("", root)
         self._backend = backend
-        self._dispatcher = Dispatcher(backend.device, backend.new_pool, warmup_steps, max_recordings)
+        self._dispatcher = Dispatcher(backend.device, backend.new_pool, warmup_steps, max_recordings, is_outsider)
         self.regions: list[Region] = []
         self._maker = Maker(backend, certify, self.regions)
         self._backward = BackwardPass(backend, self.regions, on_finding)
@@ -124,6 +133,7 @@ class Runner:
         self._to_split: list[Region] = []
         self._split: set[Region] = set()
         self._anchor = torch.zeros((), device=backend.device, requires_grad=True)
+        self._watching = watching
 
     @property
     def gradients(self) -> BackwardPass:
@@ -308,6 +318,9 @@ class Runner:
             self._on_finding(decision.finding)
             if decision.finding.reason is Reason.HOST_READ:
                 self._count_miss(region, decision, decision.finding)
+            elif decision.finding.reason is Reason.TRAINER_READ and region.refusal is None:
+                region.refusal = decision.finding
+                self._to_split.append(region)
         return decision
 
     def _count_miss(self, region: Region, decision: Decision, finding: Finding) -> None:
@@ -367,6 +380,11 @@ class Runner:
         if finding.reason in SPLITTING:
             self._to_split.append(region)
         self._on_finding(finding)
+
+    def _refuse_from_inside(self, region: Region, finding: Finding) -> None:
+        """Makes a region native for what its own code does, unless it is already, or that code is not running."""
+        if self._inside is region and region.refusal is None:
+            self.refuse(region, finding)
 
     def _audit(self, region: Region, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a recorded call natively and compares its operations with the recorded ones."""
@@ -428,6 +446,7 @@ class Runner:
             self._noting_nodes(),
             self._tracer(region, expected, decision.arguments) if traced else contextlib.nullcontext() as tracer,
             EffectWatch(self._backend.device, active=watched) as effects,
+            self._watching(partial(self._refuse_from_inside, region)),
         ):
             result = self._run(region, args, kwargs)
         numbers = self._backward.native_calls[-1]

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_replay import Reason
-from tests.parity.harness import CLASSES, FEATURES, Learner, check_replayed, mlp, run_both, script
+from tests.parity.harness import CLASSES, FEATURES, Learner, check_native, check_replayed, mlp, run_both, script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -262,3 +263,55 @@ def test_what_is_set_in_the_first_call_only_is_recorded_as_a_whole() -> None:
     trace = check_replayed(lambda: Learner(Settles()), actions=["native"] * 3 + ["record"] + ["replay"] * 3)
 
     assert {recording.region for recording in trace.report.recordings} == {"net"}
+
+
+class FollowsTheEpoch(LightningModule):
+    """A network that is a LightningModule, whose Trainer moves on without any attribute being set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs) * (2.0 if self.current_epoch else 1.0)
+
+
+class FollowsTheOptimizer(nn.Module):
+    """A network that knows the optimizer, whose learning rate a scheduler changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.known: dict[str, torch.optim.Optimizer] = {}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs) * self.known["optimizer"].param_groups[0]["lr"]
+
+
+class TellsItsNetwork(Learner):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        if isinstance(self.net, FollowsTheOptimizer):
+            self.net.known["optimizer"] = optimizer
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+@pytest.mark.parametrize(
+    ("network", "where"), [(FollowsTheEpoch, "self.trainer.current_epoch"), (FollowsTheOptimizer, "net.known")]
+)
+def test_a_network_that_follows_the_fit_is_replayed_by_its_parts(network: Callable[[], nn.Module], where: str) -> None:
+    trace = check_native(lambda: TellsItsNetwork(network()), Reason.TRAINER_READ, where=where, max_epochs=3)
+
+    assert {recording.region for recording in trace.report.recordings} == {"net.inner"}
+
+
+def test_what_is_the_same_in_all_training_steps_may_be_read() -> None:
+    class Asks(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.inner(inputs) * (2.0 if self.trainer.training and not self.trainer.sanity_checking else 1.0)
+
+    check_replayed(lambda: Learner(Asks()))

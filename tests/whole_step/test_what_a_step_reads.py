@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
 from lightning_replay import Reason
@@ -232,6 +233,50 @@ class KeptOptimizer(Step):
         self.kept.param_groups[0]["lr"] = 0.01
 
 
+class OptimizerInADict(KeptOptimizer):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.optimizers_by_name = {"only": Step.configure_optimizers(self)}
+        return self.optimizers_by_name["only"]
+
+    def weight(self) -> Any:
+        return self.optimizers_by_name["only"].param_groups[0]["lr"] * 20
+
+    def change(self) -> None:
+        self.optimizers_by_name["only"].param_groups[0]["lr"] = 0.01
+
+
+class OptimizerInAClosure(OptimizerInADict):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        self.rate = lambda: optimizer.param_groups[0]["lr"] * 20
+        return optimizer
+
+    def weight(self) -> Any:
+        return self.rate()
+
+
+running: list[Trainer] = []
+
+
+class TrainerInAGlobal(Step):
+    def on_train_start(self) -> None:
+        running[:] = [self.trainer]
+
+    def weight(self) -> Any:
+        return 2.0 if running[0].global_step > CHANGE_AT else 1.0
+
+
+class KeptCallback(Step):
+    def prepare(self) -> None:
+        self.stopping = EarlyStopping("loss")
+
+    def weight(self) -> Any:
+        return 1.0 + self.stopping.wait_count
+
+    def change(self) -> None:
+        self.stopping.wait_count += 1
+
+
 class PlainTensorInPlace(Step):
     def prepare(self) -> None:
         self.count = torch.zeros(())
@@ -326,6 +371,10 @@ SEEN_AGAIN = [
 ]
 REFUSED = [
     (KeptOptimizer, Reason.TRAINER_READ),
+    (OptimizerInADict, Reason.TRAINER_READ),
+    (OptimizerInAClosure, Reason.TRAINER_READ),
+    (TrainerInAGlobal, Reason.TRAINER_READ),
+    (KeptCallback, Reason.TRAINER_READ),
     (PlainTensorInPlace, Reason.ATTRIBUTE_WRITTEN),
     (IteratorOfTensors, Reason.ATTRIBUTE_WRITTEN),
     (OwnRandom, Reason.HOST_RANDOM),
