@@ -163,10 +163,9 @@ class ReplayReport:
             known = all(recording.native_ms is not None for recording in timed)
             why = "the tape backend saves nothing" if known else "no native step to compare with"
             lines.append(f"time: {spent}; what was saved is unknown ({why})")
-        if to_cure := sum(not reason.is_harmless for reason in self.reasons):
-            lines.append(
-                f"to cure: {to_cure} of the reasons below; `messages` of the report says where, and what to do"
-            )
+        if to_cure := [reason.value for reason in self.reasons if not reason.is_harmless]:
+            lines += textwrap.wrap(f"to cure: {', '.join(to_cure)}", WIDTH)
+            lines.append("`messages` of the report says where, and what to do")
         return lines
 
     def tables(self) -> list["Table"]:

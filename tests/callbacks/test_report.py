@@ -53,7 +53,8 @@ def test_lines_are_narrow() -> None:
 
 
 def test_a_report_says_where_a_cure_is_to_be_found() -> None:
-    assert "to cure: 1 of the reasons below" in str(report(reasons=(Reason.WARM_UP, Reason.HOST_SYNC)))
+    reasons = (Reason.WARM_UP, Reason.HOST_SYNC, Reason.HOST_TENSOR)
+    assert "to cure: host_sync, host_tensor\n" in str(report(reasons=reasons))
     assert "to cure" not in str(report(reasons=(Reason.WARM_UP,)))
 
 
