@@ -37,7 +37,7 @@ from lightning_replay.arguments import (
 from lightning_replay.compat import seams
 from lightning_replay.engine.backend import GraphBackend
 from lightning_replay.engine.cuda import CudaGraphBackend
-from lightning_replay.engine.interposition import Shadowed
+from lightning_replay.engine.interposition import Shadowed, Standing
 from lightning_replay.engine.tape import TapeBackend
 from lightning_replay.errors import ContractError, NotReplayedError, warn
 from lightning_replay.fit import find_fit_reason
@@ -420,7 +420,7 @@ class ReplayStrategy(SingleDeviceStrategy):
                 runner.refuse(region, Finding(Reason.LOG_IN_REGION, region.name, "no self.log in it", f"logs {name}"))
             log(*args, **kwargs)
 
-        return watched
+        return Standing(module, "log", watched, vars(module).get("log"))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -30,7 +30,7 @@ from torchmetrics import Metric
 
 from lightning_replay.dispatch import Region
 from lightning_replay.effects import user_line
-from lightning_replay.engine.interposition import Shadowed
+from lightning_replay.engine.interposition import Shadowed, Standing
 from lightning_replay.errors import CaptureError
 from lightning_replay.guards.module import is_moving
 from lightning_replay.guards.parameters import find_use
@@ -176,7 +176,8 @@ class WholeStep:
         logged: list[tuple[int, Any]] = []
         with contextlib.ExitStack() as stack:
             for module in self._modules:
-                stack.enter_context(Shadowed(module, "log", partial(self._log, module, module.log, logged)))
+                log = partial(self._log, module, module.log, logged)
+                stack.enter_context(Shadowed(module, "log", Standing(module, "log", log, vars(module).get("log"))))
             stack.enter_context(watched_trainer(self._module, self._note_read))
             self._inside = True
             try:

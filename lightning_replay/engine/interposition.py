@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""Stand between a module and its own forward, for the duration of a block."""
+"""Stand between a module and its own methods, for the duration of a block."""
 
 import contextlib
 import copy
@@ -11,29 +11,66 @@ from functools import partial
 from typing import Any
 
 from torch.nn import Module
+from typing_extensions import override
 
 _MODULE_CODE = vars(sys.modules[Module.__module__])
 
 
-class Interposed:
-    """Stands in front of a module's forward.
+class Standing:
+    """Stands in front of a module's method, as an instance attribute.
 
-    A copy of the module, made while it is there, gets the forward of its own class, and loses this again when the
-    block ends; a pickle of the module holds the forward of its class. A shallow copy takes this along like all other
-    attributes, and loses it when it is called.
+    A copy of the module, made while it is there, gets the method of its own class, and loses this again when the
+    block ends; a pickle of the module holds the method of its class.
 
     Args:
         module: The module.
+        name: The method's name.
         run: What is called.
         before: The module's own instance attribute, if it has one.
     """
 
-    def __init__(self, module: Module, run: Callable[..., Any], before: Any) -> None:
+    def __init__(self, module: Module, name: str, run: Callable[..., Any], before: Any) -> None:
         self._module = module
+        self._name = name
         self._run = run
         self._before = before
-        self.copies: list[weakref.ref[Module]] = []
+        self._copies: list[weakref.ref[Module]] = []
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls what stands in front."""
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        copied = memo.get(id(self._module), self._module)
+        if copied is not self._module:
+            self._copies.append(weakref.ref(copied))
+        return partial(getattr(type(copied), self._name), copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._before is not None:
+            return partial, (self._before,)
+        return partial, (getattr(type(self._module), self._name), self._module)
+
+    def leave_copies(self) -> None:
+        """Takes away what the module's copies were given."""
+        for copied in filter(None, (reference() for reference in self._copies)):
+            if isinstance(copied.__dict__.get(self._name), partial):
+                del copied.__dict__[self._name]
+        self._copies.clear()
+
+
+class Interposed(Standing):
+    """Stands in front of a module's forward.
+
+    A shallow copy of the module takes this along like all other attributes, and loses it when it is called.
+    """
+
+    def __init__(self, module: Module, run: Callable[..., Any], before: Any) -> None:
+        super().__init__(module, "forward", run, before)
+
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls what stands in front, or the own forward of a shallow copy."""
         frame = sys._getframe(1)
@@ -42,21 +79,7 @@ class Interposed:
         if isinstance(called, Module) and called is not self._module and called.__dict__.get("forward") is self:
             _put(called, self._before)
             return called.forward(*args, **kwargs)
-        return self._run(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._before is not None:
-            return copy.deepcopy(self._before, memo)
-        copied = memo.get(id(self._module))
-        if copied is None:
-            return partial(type(self._module).forward, self._module)
-        self.copies.append(weakref.ref(copied))
-        return partial(type(copied).forward, copied)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._before is not None:
-            return partial, (self._before,)
-        return partial, (type(self._module).forward, self._module)
+        return super().__call__(*args, **kwargs)
 
 
 def is_interposed(forward: Any) -> bool:
@@ -83,9 +106,7 @@ def interposed(wrappers: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
         for module, forward, standing in before:
             if module.__dict__.get("forward") is standing:
                 _put(module, forward)
-            for copied in filter(None, (reference() for reference in standing.copies)):
-                if isinstance(copied.__dict__.get("forward"), partial):
-                    _put(copied, None)
+            standing.leave_copies()
 
 
 def _put(module: Module, forward: Any) -> None:
@@ -119,3 +140,5 @@ class Shadowed:
             self._attributes.pop(self._name, None)
         else:
             self._attributes[self._name] = self._before
+        if isinstance(self._value, Standing):
+            self._value.leave_copies()

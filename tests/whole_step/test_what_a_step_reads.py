@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_replay import Reason
@@ -342,6 +343,22 @@ class CopiesInTheStep(Step):
         return F.cross_entropy(logits, labels) + F.mse_loss(logits, target)
 
 
+class CopiesItself(Step):
+    """A snapshot of the LightningModule, made while its log and its Trainer are watched."""
+
+    def prepare(self) -> None:
+        self.made: list[LightningModule] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        made, self.made = self.made, []
+        copied = copy.deepcopy(self)
+        read = pickle.loads(pickle.dumps(self))
+        self.made = made or [copied, read]
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
 def by_parity(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -416,6 +433,20 @@ def test_a_copy_made_in_a_step_is_a_module_of_its_own(scope: str) -> None:
     assert "replay" in replay.trace.actions
     teacher = replay.modules[0].teacher[0]  # type: ignore[index, union-attr]
     assert "forward" not in teacher.__dict__
+
+
+@pytest.mark.parametrize("scope", ["network", "step"])
+def test_a_copy_of_the_module_made_in_a_step_holds_nothing_of_ours(scope: str) -> None:
+    native, replay = run_both(CopiesItself, batches(), strategy=tape(scope=scope), steps=STEPS)
+
+    assert replay.trace is not None
+    assert "replay" in replay.trace.actions
+    copied, read = replay.modules[0].made  # type: ignore[misc, union-attr]
+    assert copied.__dict__.keys() == native.modules[0].made[0].__dict__.keys()  # type: ignore[index, union-attr]
+    assert read.log.func is type(read).log  # as a forward, which a pickle keeps as that of its class
+    read.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(MisconfigurationException):  # Lightning's own, outside of a fit
+        read.log("loss", 1.0)
 
 
 def test_comparison_of_the_runs_bites() -> None:
