@@ -80,9 +80,11 @@ def as_device(device: int | str | torch.device) -> torch.device:
         ValueError: If it names none.
     """
     try:
-        if isinstance(device, bool):
+        if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
             raise TypeError
         made = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if str(made) != (f"cuda:{device}" if isinstance(device, int) else str(device)):  # of an index it keeps eight bits
+            raise TypeError
     except (RuntimeError, TypeError):
         message = argument_message(
             "device", device, 'a device such as "cuda:0", or its index', "pass one, or leave it out"

@@ -54,6 +54,9 @@ def check_message(error: Exception, name: str, given: object, accepted: str) -> 
         ("scope", np.array(["step", "auto"]), "'network'"),
         ("device", "gpu:0", "cuda:0"),
         ("device", True, "cuda:0"),
+        ("device", 300, "cuda:0"),
+        ("device", "cuda:300", "cuda:0"),
+        ("device", b"cpu", "cuda:0"),
     ],
 )
 def test_wrong_value(name: str, given: Any, accepted: str) -> None:
