@@ -297,11 +297,12 @@ class Dispatcher:
         if not region.module.training:
             return Decision(Action.NATIVE, Finding(Reason.UNRECORDED_MODE, region.name, "train()", "eval()"))
         slot = self._slot(region)
+        dropped: list[Engaged] = []
         changed = None
         if region.state is not None and (changed := region.state.difference()) is not None:
             if changed.effect is Effect.NATIVE:
                 return Decision(Action.NATIVE, changed)
-            region.retire(changed)
+            dropped = region.retire(changed)
             if region.refusal is not None:
                 return Decision(Action.NATIVE, changed)
         if region.state is None and (finding := self._take_state(region)) is not None:
@@ -331,7 +332,7 @@ class Dispatcher:
             return Decision(Action.NATIVE, finding)
         region.state.follow((args, kwargs))
         decision = self._unrecorded(region, slot, key, arguments, modes, counts)
-        return decision if changed is None else dataclasses.replace(decision, finding=changed)
+        return dataclasses.replace(decision, finding=changed) if dropped else decision
 
     def _unrecorded(
         self, region: Region, slot: Slot, key: Hashable, arguments: Arguments, modes: Modes, counts: bool

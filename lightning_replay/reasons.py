@@ -147,7 +147,7 @@ class Reason(Enum):
     ATTRIBUTE_WRITTEN = (
         "attribute_written",
         "The region sets attributes or fills containers; a replay would not.",
-        "Return the value and set it outside: of a network in training_step, of a whole step in a hook.",
+        "Set it outside: in training_step if a network does it, in a hook if training_step does.",
     )
     BUFFER_REBOUND = (
         "buffer_rebound",
@@ -241,8 +241,9 @@ class Reason(Enum):
     # -- what a recording cannot hold
     HOST_SYNC = (
         "host_sync",
-        "The region waits for the device: .item(), nonzero, boolean masks, printing or copying to the CPU.",
-        "Keep the value on the device, or do it outside: of a network in training_step, of a whole step in a hook.",
+        "The region waits for the device: .item(), nonzero, boolean masks, bincount, prints, copies to the host.",
+        "Keep the value on the device, or do it outside: in training_step if a network does it, in a hook if"
+        " training_step does.",
     )
     HOST_TENSOR = (
         "host_tensor",
@@ -313,7 +314,7 @@ class Reason(Enum):
     MISMATCH = (
         "mismatch",
         "A trial replay of a real batch differed from the native result.",
-        "Report it with the message; the region stays native.",
+        "Report it with the message; the region stays native. A compiled network on the tape backend may end so.",
     )
     INVALIDATED = ("invalidated", "Recordings were dropped on request.", "Nothing: they are made again.")
     # -- the gradient norm

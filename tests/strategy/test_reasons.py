@@ -54,6 +54,28 @@ def test_that_is_an_error_on_request() -> None:
     assert arm.error.finding.reason is Reason.NEVER_REPEATS
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.counter = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.counter += 1
+        return self.layer(inputs) * self.counter
+
+
+@pytest.mark.parametrize("scope", ["network", "step"])
+def test_what_a_network_counts_is_its_own_doing_and_no_change_from_outside(scope: str) -> None:
+    arm = Arm(lambda: Learner(Counting(), classify), batches(), tape(scope=scope, on_native="error"), steps=8)
+
+    assert isinstance(arm.error, NotReplayedError)
+    assert arm.error.finding.reason is Reason.ATTRIBUTE_WRITTEN
+    assert arm.error.finding.where == "net.counter"
+    assert re.fullmatch(rf"2, at {re.escape(__file__)}:\d+, in forward", arm.error.finding.actual)
+    assert Reason.MODULE_CHANGED not in arm.strategy.report().reasons
+
+
 @pytest.mark.parametrize("modules", [["self"], ["net.1"]], ids=str)
 def test_a_named_module_that_is_never_called(modules: list[str]) -> None:
     def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
