@@ -83,7 +83,8 @@ def as_device(device: int | str | torch.device) -> torch.device:
         if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
             raise TypeError
         made = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        if str(made) != (f"cuda:{device}" if isinstance(device, int) else str(device)):  # of an index it keeps eight bits
+        asked = f"cuda:{device}" if isinstance(device, int) else str(device)
+        if str(made) != asked:  # of an index, torch keeps eight bits
             raise TypeError
     except (RuntimeError, TypeError):
         message = argument_message(

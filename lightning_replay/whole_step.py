@@ -118,6 +118,13 @@ class WholeStep:
                     return Finding(Reason.TRAINER_READ, f"self.{name}", "a step that cannot read it", actual)
         return None
 
+    def _find_replaced(self) -> Finding | None:
+        """Finds another training step than the one whose code was looked at, on the object or on its class."""
+        if _plain_function(self._module) is self.region.entry:
+            return None
+        actual = f"{self._module.training_step!r}"
+        return Finding(Reason.REPLACED_FORWARD, NAME, "the method of the class, as in the first step", actual)
+
     def run_step(self, args: tuple[Any, ...], counts: bool, otherwise: Callable[[], Any]) -> tuple[bool, Any]:
         """Runs a training step.
 
@@ -129,7 +136,7 @@ class WholeStep:
         Returns:
             Whether the step ran as a whole, and what `training_step` returned.
         """
-        if (reason := self._reason or self._find_held()) is not None:
+        if (reason := self._reason or self._find_replaced() or self._find_held()) is not None:
             self._on_finding(reason)
             return False, otherwise()
         batch, self._others = args[0], args[1:]

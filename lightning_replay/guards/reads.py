@@ -11,6 +11,7 @@ import opcode
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter, methodcaller
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -124,6 +125,8 @@ class _Code:
                 if self._is_followed(value.__name__.split(".")[0]):
                     self._modules.append(value)
                     self._add_members(vars(value))
+            elif isinstance(value, (attrgetter, methodcaller)):
+                self._add_names(_looked_up(value))
             elif is_container(value):
                 self._add_object(value, depth)
             for inner in _inner(value):
@@ -206,6 +209,15 @@ class _Code:
                 self.add(value)
         for value in (function.__defaults__, function.__kwdefaults__, vars(function)):
             self.add(value)
+
+
+def _looked_up(getter: Any) -> Iterator[str]:
+    """Yields the attributes that an object of the module `operator` gets, as a pickle of it would name them."""
+    made, names = getter.__reduce__()
+    if isinstance(made, functools.partial):  # with keywords of its own
+        names = made.args
+    for name in names[:1] if isinstance(getter, methodcaller) else names:  # the rest is what is handed on
+        yield from name.split(".")
 
 
 def _names(code: CodeType) -> Iterator[str]:

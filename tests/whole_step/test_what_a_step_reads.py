@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import operator
 import pickle
 import random
 import sys
@@ -200,6 +201,28 @@ class DefaultArgument(Step):
         weight_of.__defaults__[0]["w"] = 0.5  # type: ignore[index]
 
 
+class Getter(Step):
+    """Looks an attribute up by an object that knows its name, which no code does."""
+
+    get = staticmethod(operator.attrgetter("config.w"))
+
+    def prepare(self) -> None:
+        self.config = Config()
+
+    def weight(self) -> Any:
+        return self.get(self)
+
+    def change(self) -> None:
+        self.config.w = 0.5
+
+
+class Caller(Getter):
+    get = staticmethod(operator.methodcaller("scaled", 2, by=3.0))
+
+    def scaled(self, factor: int, by: float) -> float:
+        return factor * by * self.config.w
+
+
 class SwappedMemory(Step):
     def prepare(self) -> None:
         self.plain = torch.tensor(2.0)
@@ -383,6 +406,8 @@ SEEN_AGAIN = [
     ModuleInAList,
     ImportedInTheStep,
     DefaultArgument,
+    Getter,
+    Caller,
     SwappedMemory,
     Array,
 ]
@@ -447,6 +472,29 @@ def test_a_copy_of_the_module_made_in_a_step_holds_nothing_of_ours(scope: str) -
     read.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(MisconfigurationException):  # Lightning's own, outside of a fit
         read.log("loss", 1.0)
+
+
+class ReplacesTheStep(Step):
+    def twice(self, batch: Any, batch_idx: int) -> Tensor:
+        return Step.training_step(self, batch, batch_idx) * 2
+
+    def change(self) -> None:
+        self.training_step = self.twice  # type: ignore[method-assign]
+
+
+class ReplacesTheStepOfItsClass(ReplacesTheStep):
+    def change(self) -> None:
+        type(self).training_step = type(self).twice  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("made", [ReplacesTheStep, ReplacesTheStepOfItsClass])
+def test_a_step_that_is_replaced_is_not_replayed_as_it_was(made: type[Step]) -> None:
+    _, replay = run_both(lambda: type("Made", (made,), {})(), batches(), strategy=tape(scope="step"), steps=STEPS)
+
+    assert replay.trace is not None
+    report = replay.trace.report
+    assert Reason.REPLACED_FORWARD in report.reasons
+    assert {recording.region for recording in report.recordings} == {"training_step", "net"}
 
 
 def test_comparison_of_the_runs_bites() -> None:
