@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""What the update of the weights, which is native, costs the host: AdamW foreach and fused, native and replayed.
+"""What the update of the weights, which is native, costs the host: AdamW foreach and fused, in native and replayed steps.
 
 python -m tests.benchmarks.update_time --out docs/evidence/update_time.json
 """
@@ -12,7 +12,7 @@ from typing import Any
 from tests.benchmarks.processes import finish, parser, run_worker
 
 MODELS = ("resnet18", "efficientnet_b0", "vit_tiny", "gpt")
-ARMS = ("native", "replay")
+ARMS = ("native", "replay", "replay_step")
 UPDATES = ("foreach", "fused")
 SETTINGS = {
     "what": "Milliseconds of a step on the host. `update` is `optimizer.step` without its closure, from the end of"
