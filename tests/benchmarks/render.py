@@ -62,7 +62,7 @@ def publish(pages: dict[Path, str]) -> None:
 
 
 def readme(path: Path = README, folder: Path = EVIDENCE) -> str:
-    """Returns a README whose section of figures is what the newest receipt of step times says.
+    """Returns a README whose section of figures is what a receipt of step times says.
 
     Raises:
         ValueError: if the README does not have both markers once, in order.
@@ -90,17 +90,53 @@ def host_time(folder: Path = EVIDENCE) -> str:
 
 
 def figures(folder: Path = EVIDENCE) -> str:
-    """Returns the README's section of figures: the newest complete receipt with the default arm, measured on a GPU."""
+    """Returns the README's section of figures: the default arm beside its peers.
+
+    They are those of a complete receipt that was measured on a GPU, of the one with the most arms, else of the newest.
+    """
     measured = [
-        (content["written"], path.name, content)
+        (len(content["settings"].get("arms", ())), content["written"], path.name, content)
         for path, content in receipts(folder)
         if content["name"] == "step_time" and content["complete"] and content["device"]["gpu"] and _has_default(content)
     ]
     if not measured:
         return "No figures are published yet."
-    _, name, content = max(measured, key=lambda found: found[:2])
-    link = f"Receipt with the raw numbers: [{name}](docs/evidence/{name})."
-    return f"{step_time(content)}\n\n{_provenance(content)}\n\n{link}"
+    *_, name, content = max(measured, key=lambda found: found[:3])
+    present = [arm for arm in _SHOWN_ARMS if any(arm in arms for arms in content["summary"].values())]
+    rows = [
+        [content["settings"]["workloads"][model], *(_time_and_gain(arms, arm) for arm in present)]
+        for model, arms in content["summary"].items()
+    ]
+    lines = [
+        f"{_conditions(content)} In brackets: how many times faster than native.",
+        "",
+        *_table(["workload", *(f"{_SHOWN_ARMS[arm]}, ms" for arm in present)], rows),
+        "",
+        _provenance(content),
+        "",
+        f"Receipt with the raw numbers: [{name}](docs/evidence/{name}). All arms, ranges and memory, and the other"
+        " benchmarks: [evidence](docs/evidence/README.md).",
+    ]
+    return "\n".join(lines)
+
+
+_SHOWN_ARMS = {
+    "native": "native",
+    "graphed_callables": "`make_graphed_callables` by hand",
+    "compile_reduce_overhead": '`torch.compile(mode="reduce-overhead")`',
+    "replay": "`ReplayStrategy()`",
+    "replay_step": '`ReplayStrategy(scope="step")`',
+    "full_iteration": "limit: a whole step in one graph, without Lightning",
+}
+
+
+def _time_and_gain(arms: dict[str, Any], arm: str) -> str:
+    if arm not in arms:
+        return ""
+    time = arms[arm]["median_ms"]
+    if arm == "native" or "native" not in arms:
+        return f"{time:.3f}"
+    return f"{time:.3f} ({arms['native']['median_ms'] / time:.1f})"
 
 
 def _has_default(content: dict[str, Any]) -> bool:
@@ -140,13 +176,20 @@ _FURTHER_ARMS = {
 _OPTIONAL_COLUMNS = {"ratio_to_full_iteration": "to full iteration", "update_host_ms": "update on the host, ms"}
 
 
+def _conditions(content: dict[str, Any]) -> str:
+    settings = content["settings"]
+    return (
+        f"Milliseconds a step inside `Trainer.fit`: {settings['precision']}, {settings['optimizer']}, clip"
+        f" {settings['clip']}; {settings['repeats']} fresh processes an arm in turn, {settings['steps']} steps each,"
+        f" windows of {settings['window']} steps after the first {settings['skip']}, fenced."
+    )
+
+
 def step_time(content: dict[str, Any]) -> str:
     """Renders step times: median over runs of the median window, with the range of the runs."""
     settings = content["settings"]
     lines = [
-        f"Milliseconds a step inside `Trainer.fit`: {settings['precision']}, {settings['optimizer']}, clip"
-        f" {settings['clip']}; {settings['repeats']} fresh processes an arm in turn, {settings['steps']} steps each,"
-        f" windows of {settings['window']} steps after the first {settings['skip']}, fenced.",
+        _conditions(content),
         "",
         "Arms: *native* is Lightning as it is; *graphed callables* the network wrapped by hand in"
         " `torch.cuda.make_graphed_callables`; *replay* `ReplayStrategy()`, *replay no clip* the same without clipping;"

@@ -137,7 +137,7 @@ def _publish(folder: Path, name: str, replay: float, **changes: Any) -> None:
     write(folder / name, {**content, **changes})
 
 
-def test_readme_has_the_newest_complete_figures_of_a_gpu(tmp_path: Path) -> None:
+def test_readme_has_complete_figures_of_a_gpu(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{render.BEGIN}\n99.9 typed by hand\n{render.END}\nafter\n")
     evidence = tmp_path / "evidence"
@@ -152,11 +152,18 @@ def test_readme_has_the_newest_complete_figures_of_a_gpu(tmp_path: Path) -> None
     _publish(evidence, "d.json", 1.5, written="2020-01-05T00:00:00+00:00", device=cpu)
     section = render.readme(page, evidence)
 
-    assert "| a tiny MLP | replay | 2.500 (2.500 to 2.500) | 0.250 |" in section
+    assert "| workload | native, ms | `ReplayStrategy()`, ms |" in section
+    assert "| a tiny MLP | 10.000 | 2.500 (4.0) |" in section
     assert "2020-01-03; A GPU, driver 1.0;" in section
     assert "docs/evidence/a.json" in section
     assert "99.9" not in section
     assert section.endswith(f"{render.END}\nafter\n")
+
+    fewer = {"arms": ["replay"]}, {"arms": ["native", "replay"]}
+    for name, written, settings in (("e.json", "2020-01-06", fewer[0]), ("f.json", "2020-01-05", fewer[1])):
+        content = json.loads((evidence / "a.json").read_text())
+        write(evidence / name, {**content, "written": written, "settings": {**content["settings"], **settings}})
+    assert "docs/evidence/f.json" in render.readme(page, evidence)
 
 
 def test_check_fails_where_a_page_was_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

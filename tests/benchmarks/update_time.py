@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: The lightning_replay developers
-"""What the update of the weights, which is native, costs the host: AdamW foreach and fused, in native and replayed steps.
+"""What the update of the weights, which is native, costs the host: AdamW foreach and fused, all kinds of steps.
 
 python -m tests.benchmarks.update_time --out docs/evidence/update_time.json
 """
