@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from lightning_replay import dispatch, inspection
+from lightning_replay import dispatch, effects, gradients, inspection, whole_step
 from lightning_replay.certification import Verdict
 from lightning_replay.dispatch import Dispatcher, Slot
 from lightning_replay.engine import modes, snapshot
@@ -22,10 +22,12 @@ from lightning_replay.guards import module, reads, signature
 from lightning_replay.guards.layouts import Layouts, Memory
 from lightning_replay.guards.module import AttributeWatch, ModuleState
 from lightning_replay.inspection import Inspector, Tracer
+from lightning_replay.metrics import StepMetrics
 from lightning_replay.runner import making
 from lightning_replay.runner.backward import BackwardPass
 from lightning_replay.runner.calls import Sample
 from lightning_replay.runner.watching import BackwardWatch
+from lightning_replay.whole_step import WatchedTrainer, WholeStep
 
 Off = Callable[[ExitStack], None]
 
@@ -164,6 +166,13 @@ def _variables_gone(*args: Any, **kwargs: Any) -> Any:
 
 
 _find_reads = module.find_reads
+
+
+_STEPS = "tests/whole_step/test_"
+
+
+def _refused(step: str, reason: str) -> str:
+    return f"{_STEPS}refused_steps.py::test_refused_step_trains_as_native[{step}-Reason.{reason}-step]"
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -314,6 +323,46 @@ MUTANTS: dict[str, Mutant] = {
     "states of generators set in Python": Mutant(
         off(Inspector, "_check_generator", lambda self: None),
         tests=("tests/field/test_f_python_state.py::test_f19_generators_set_where_something_is_drawn",),
+    ),
+    "layout of gradients that are let go": Mutant(
+        off(gradients, "Layouts", _Blind),
+        tests=("tests/gradients/test_conditions.py::test_a_callback_changes_gradients_in_place",),
+    ),
+    "what the getters of operator look up": Mutant(
+        off(reads, "_looked_up", lambda getter: iter(())),
+        tests=(f"{_STEPS}what_a_step_reads.py::test_a_change_is_seen_and_the_step_recorded_again[Getter]",),
+    ),
+    "reads of the Trainer": Mutant(
+        off(WatchedTrainer, "__getattr__", lambda self, name: getattr(self._trainer, name)),
+        tests=(_refused("FollowsTheEpoch", "TRAINER_READ"),),
+    ),
+    "objects that a fit changes, among what code reads": Mutant(
+        off(ModuleState, "find_outsider", lambda *_: None),
+        tests=("tests/parity/test_changes.py::test_a_network_that_follows_the_fit_is_replayed_by_its_parts",),
+    ),
+    "whole step: its index": Mutant(
+        off(whole_step, "find_use", lambda *_: None),
+        tests=(_refused("BranchesOnTheIndex", "BATCH_INDEX"),),
+    ),
+    "whole step: clocks, files and prints": Mutant(
+        off(effects, "_is_effect", lambda *_: False),
+        tests=(_refused("TakesTheTime", "HOST_EFFECT"),),
+    ),
+    "whole step: another training_step": Mutant(
+        off(WholeStep, "_find_replaced", lambda self: None),
+        tests=(f"{_STEPS}what_a_step_reads.py::test_a_step_that_is_replaced_is_not_replayed_as_it_was",),
+    ),
+    "whole step: metrics that others update": Mutant(
+        off(StepMetrics, "find_read", lambda *_: None),
+        tests=(f"{_STEPS}metrics.py::test_metric_that_cannot_be_replayed_is_a_reason[read]",),
+    ),
+    "whole step: metrics that cannot be replayed": Mutant(
+        off(StepMetrics, "end", lambda self: None),
+        tests=(f"{_STEPS}metrics.py::test_metric_that_cannot_be_replayed_is_a_reason[reset]",),
+    ),
+    "whole step: numbers that are logged": Mutant(
+        off(whole_step, "handing_out", lambda *_: nullcontext()),
+        tests=(_refused("LogsWhatNoGuardReaches", "PYTHON_VALUE"),),
     ),
     "RNNs that draw from cuDNN": Mutant(
         off(dispatch, "find_hidden_state", lambda *_: None),

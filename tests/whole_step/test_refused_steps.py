@@ -7,6 +7,7 @@ import linecache
 import random
 import re
 import time
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,19 @@ class RemembersBatches(Base):
         return self.loss(batch) + self.cache[key]
 
 
+class LogsWhatNoGuardReaches(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: SimpleQueue[int] = SimpleQueue()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.waiting.put(batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("waiting", float(self.waiting.qsize()))  # here
+        return self.loss(batch)
+
+
 class Prints(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -157,6 +171,7 @@ REFUSED = [
     (TakesTheTime, Reason.HOST_EFFECT),
     (RemembersBatches, Reason.ATTRIBUTE_WRITTEN),
     (Prints, Reason.HOST_EFFECT),
+    (LogsWhatNoGuardReaches, Reason.PYTHON_VALUE),
 ]
 
 

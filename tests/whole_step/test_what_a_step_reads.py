@@ -257,6 +257,11 @@ class KeptOptimizer(Step):
         self.kept.param_groups[0]["lr"] = 0.01
 
 
+class KeptUnderAnyName(KeptOptimizer):
+    def weight(self) -> Any:
+        return getattr(self, "".join(["ke", "pt"])).param_groups[0]["lr"] * 20
+
+
 class OptimizerInADict(KeptOptimizer):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         self.optimizers_by_name = {"only": Step.configure_optimizers(self)}
@@ -413,6 +418,7 @@ SEEN_AGAIN = [
 ]
 REFUSED = [
     (KeptOptimizer, Reason.TRAINER_READ),
+    (KeptUnderAnyName, Reason.TRAINER_READ),
     (OptimizerInADict, Reason.TRAINER_READ),
     (OptimizerInAClosure, Reason.TRAINER_READ),
     (TrainerInAGlobal, Reason.TRAINER_READ),
