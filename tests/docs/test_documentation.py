@@ -4,6 +4,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 import sys
 import warnings
@@ -124,9 +125,21 @@ def test_versions_are_those_of_the_matrix() -> None:
     matrix = tomllib.loads((ROOT / "compat" / "matrix.toml").read_text())
     releases = matrix["lightning"]["releases"]
 
-    assert f"Lightning {releases[0]} to {releases[-1]}" in README
-    assert f"torch {matrix['torch']['oldest']} or newer" in README
-    assert f"Python {matrix['python']['oldest']} or newer" in README
+    rows = re.findall(r"^\| (Lightning|torch|Python)[^|]*\| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", README, re.MULTILINE)
+    receipts = {path.stem: json.loads(path.read_text()) for path in (ROOT / "docs" / "evidence").glob("parity*.json")}
+    newest = receipts.pop("parity")["versions"]
+    older = sorted(receipt["versions"]["lightning"] for receipt in receipts.values())
+    all_of_them = f"{releases[0]} to {releases[-1]}"
+    assert rows == [
+        ("Lightning", all_of_them, all_of_them, f"{newest['lightning']}; {' and '.join(older)} for a part"),
+        ("torch", f"{matrix['torch']['oldest']} or newer", matrix["torch"]["tested"], newest["torch"].split("+")[0]),
+        (
+            "Python",
+            f"{matrix['python']['oldest']} or newer",
+            matrix["python"]["developed"],
+            newest["python"].rpartition(".")[0],
+        ),
+    ]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert matrix["python"]["oldest"] in SpecifierSet(project["requires-python"])
 

@@ -6,15 +6,19 @@ Where a limit costs speed alone, the test also holds the run against a native on
 test shows the deviation: it fails, and the page has to change, once the limit is gone.
 """
 
+import copy
 import importlib
 import os
 import random
+import sqlite3
 import sys
 import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -371,6 +375,13 @@ class InWeakDictionary(nn.Linear):
         return super().forward(inputs) * _WEAK[InWeakDictionary]
 
 
+class InFormat(nn.Linear):
+    scale = 1.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * float("{.scale}".format(self))  # noqa: UP032
+
+
 class CallsTorch(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         return _ACTIVATION(super().forward(inputs))
@@ -404,6 +415,7 @@ UNSEEN = {
     "environment": (InEnvironment, set_environment),
     "weak dictionary": (InWeakDictionary, lambda value: _WEAK.__setitem__(InWeakDictionary, value)),
     "torch": (CallsTorch, replace_softplus),
+    "format string": (InFormat, lambda value: setattr(InFormat, "scale", value)),
 }
 
 
@@ -418,6 +430,7 @@ def clean() -> Iterator[None]:
     sys.modules.pop(_REGISTRY, None)
     os.environ.pop(_VARIABLE, None)
     F.softplus = _SOFTPLUS
+    InFormat.scale = 1.0
 
 
 @pytest.mark.parametrize("name", UNSEEN)
@@ -429,6 +442,79 @@ def test_what_no_guard_reaches_is_not_seen(name: str) -> None:
 
     assert strategy.report().steps_replayed == STEPS - 4
     assert not same_bits(native.net.weight, replay.net.weight)
+
+
+class Counted(Regression):
+    """A step that counts itself in memory that only code in C knows."""
+
+    def __init__(self, count: Callable[[], Any]) -> None:
+        super().__init__(make_net())
+        self.count = count
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.count()
+        return super().training_step(batch, batch_idx)
+
+
+def in_a_queue() -> tuple[Callable[[], Any], Callable[[], int]]:
+    queue: SimpleQueue[int] = SimpleQueue()
+    return partial(queue.put, 1), queue.qsize
+
+
+def in_a_database() -> tuple[Callable[[], Any], Callable[[], int]]:
+    database = sqlite3.connect(":memory:")
+    database.execute("create table steps (step int)")
+    count = partial(database.execute, "insert into steps values (1)")
+    return count, lambda: database.execute("select count(*) from steps").fetchone()[0]
+
+
+def in_the_environment() -> tuple[Callable[[], Any], Callable[[], int]]:
+    set_environment(0)
+    return lambda: set_environment(int(os.environ[_VARIABLE]) + 1), lambda: int(os.environ[_VARIABLE])
+
+
+def in_an_array() -> tuple[Callable[[], Any], Callable[[], int]]:
+    array = np.zeros(100_000, dtype=np.int64)
+    return lambda: array.__setitem__(0, array[0] + 1), lambda: int(array[0])
+
+
+def in_a_cache() -> tuple[Callable[[], Any], Callable[[], int]]:
+    cached = lru_cache(lambda: None)
+    cached()
+    return cached, lambda: cached.cache_info().hits
+
+
+@pytest.mark.parametrize("make", [in_a_queue, in_a_database, in_the_environment, in_an_array, in_a_cache])
+def test_effects_in_c_are_neither_seen_nor_repeated(make: Callable[[], Any]) -> None:
+    """A limit of exactness: the page has to change when this fails."""
+    count, counted = make()
+    fit(lambda: Counted(count), "auto")
+    native = counted()
+
+    strategy = replaying(scope="step")
+    fit(lambda: Counted(count), strategy)
+
+    assert native == STEPS
+    assert {recording.region for recording in strategy.report().recordings} == {"training_step"}
+    assert strategy.report().steps_replayed >= STEPS - 5
+    assert counted() - native != STEPS
+
+
+class LogsThroughACopy(Regression):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        copy.copy(self).log("mine", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+def test_a_shallow_copy_of_the_module_logs_as_the_module_does() -> None:
+    """A limit of exactness: the page has to change when this fails."""
+
+    def logged(strategy: Any) -> set[str]:
+        return {*fit(lambda: LogsThroughACopy(make_net()), strategy).trainer.callback_metrics}
+
+    assert logged("auto") == set()
+    assert logged(replaying()) == logged(replaying(scope="step")) == {"mine"}
 
 
 def test_an_audit_sees_what_no_guard_reaches() -> None:
