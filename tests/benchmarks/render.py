@@ -62,7 +62,7 @@ def publish(pages: dict[Path, str]) -> None:
 
 
 def readme(path: Path = README, folder: Path = EVIDENCE) -> str:
-    """Returns a README whose section of figures is what a receipt of step times says.
+    """Returns a README whose section of figures is what the receipts say.
 
     Raises:
         ValueError: if the README does not have both markers once, in order.

@@ -82,7 +82,7 @@ def test_the_command_measures_renders_and_draws(published: Published) -> None:
     out = str(published.evidence / "step_time.json")
     assert published.commands == [["tests.benchmarks.step_time", "--out", out]]
     assert published.files() == {"step_time.json", "README.md", "waterfall.svg", plots.PAGE}
-    assert "| 2.500 (" in published.readme.read_text(encoding="utf-8")
+    assert "| a tiny MLP | 10.000 | 2.500 (4.0) |" in published.readme.read_text(encoding="utf-8")
     assert plots.out_of_date(published.evidence, plots.drawings()) == []
 
 
