@@ -279,21 +279,25 @@ class Maker:
         find_declared: Callable[[], Sequence[str]],
         trainable: list[int],
     ) -> Verdict:
-        """Replays a fresh recording once from the state of the sample, and compares with native.
+        """Replays a fresh recording from the state of the sample, and compares with native.
 
         Raises:
             CaptureError: If the replay must not be used.
         """
-        self._backend.clear(recording.pool)
-        sample.before.restore()
-        outputs = recording.forward([clone_exactly(t) for t in sample.call.inputs])
-        recording.backward([None if c is None else clone_exactly(c) for c in sample.cotangents])
-        gradients = [recording.gradients[i] for i in trainable]
-        replay = self._trial(sample, outputs, gradients, recording.input_gradients, trainable)
+
+        def replay() -> Trial:
+            self._backend.clear(recording.pool)
+            sample.before.restore()
+            outputs = recording.forward([clone_exactly(t) for t in sample.call.inputs])
+            recording.backward([None if c is None else clone_exactly(c) for c in sample.cotangents])
+            gradients = [recording.gradients[i] for i in trainable]
+            return self._trial(sample, outputs, gradients, recording.input_gradients, trainable)
+
+        trial = replay()
         sample.after.restore()
         trained = self._forward_trial(sample, sample.outputs)  # its gradients are part of larger sums
         mode: Literal["auto", "bitwise"] = "bitwise" if self._certify == "bitwise" else "auto"
-        verdict = certify(mode, [trained, first], replay, run_native, find_declared)
+        verdict = certify(mode, [trained, first], trial, run_native, find_declared, replay)
         if not verdict.equal:
             raise CaptureError(Finding(Reason.MISMATCH, verdict.where, "a replay equal to native", verdict.difference))
         return verdict
