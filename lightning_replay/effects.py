@@ -24,7 +24,7 @@ from lightning_replay.reasons import Finding, Reason
 _CLOCKS = {getattr(time, name) for name in ("clock_gettime", "clock_gettime_ns") if hasattr(time, name)}
 _EFFECTS = frozenset(
     {print, input, open, os.urandom, os.read, os.write, os.stat, os.utime, os.mkdir, os.remove, os.unlink, os.rename}
-    | {os.replace, os.listdir, os.scandir, os.system}
+    | {os.replace, os.listdir, os.scandir, os.system, os.putenv, os.unsetenv}
     | {time.thread_time, time.thread_time_ns, *_CLOCKS}
     | {time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns}
     | {time.process_time, time.process_time_ns, time.localtime, time.gmtime, time.strftime, time.sleep}
@@ -34,6 +34,9 @@ _HOOKING = frozenset({Tensor.register_hook.__code__, Tensor.register_post_accumu
 """A hook may do anything, and a replayed backward pass calls none."""
 
 _TODAY = frozenset({"now", "utcnow", "today"})
+_OUTSIDE = frozenset({"_queue", "_socket", "mmap", "sqlite3"})
+"""Modules of the standard library whose objects are there to be talked to."""
+
 _STREAM = frozenset({"write", "writelines", "read", "readline", "readlines"})
 _IS_CAPTURING = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _SETTING = frozenset({"seed", "setstate", "manual_seed", "set_state", "set_offset", "graphsafe_set_state"})
@@ -112,6 +115,8 @@ def _is_effect(function: Any, owner: Any) -> bool:
         return function.__name__ in _TODAY and issubclass(owner, datetime.date)
     if isinstance(owner, io.IOBase):
         return function.__name__ in _STREAM
+    if type(owner).__module__ in _OUTSIDE:
+        return True
     return getattr(function, "__hash__", None) is not None and function in _EFFECTS
 
 

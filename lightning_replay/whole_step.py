@@ -24,8 +24,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_replay.dispatch import Region
@@ -109,15 +107,6 @@ class WholeStep:
             return Finding(Reason.COMPILED_MODULE, NAME, "operations that can be watched", "a compiled module")
         return None
 
-    def _find_held(self) -> Finding | None:
-        """Finds a Trainer, optimizer or scheduler that a module keeps: what it says changes from step to step."""
-        for module in self._modules:
-            for name, value in module.__dict__.items():
-                if name not in _OWN and isinstance(value, (Trainer, Optimizer, LRScheduler)):
-                    actual = f"a {type(value).__name__} is kept there"
-                    return Finding(Reason.TRAINER_READ, f"self.{name}", "a step that cannot read it", actual)
-        return None
-
     def _find_replaced(self) -> Finding | None:
         """Finds another training step than the one whose code was looked at, on the object or on its class."""
         if _plain_function(self._module) is self.region.entry:
@@ -136,7 +125,7 @@ class WholeStep:
         Returns:
             Whether the step ran as a whole, and what `training_step` returned.
         """
-        if (reason := self._reason or self._find_replaced() or self._find_held()) is not None:
+        if (reason := self._reason or self._find_replaced()) is not None:
             self._on_finding(reason)
             return False, otherwise()
         batch, self._others = args[0], args[1:]

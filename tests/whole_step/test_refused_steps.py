@@ -4,8 +4,11 @@
 
 import itertools
 import linecache
+import mmap
+import os
 import random
 import re
+import sqlite3
 import time
 from queue import SimpleQueue
 from typing import Any
@@ -140,13 +143,53 @@ class RemembersBatches(Base):
 class LogsWhatNoGuardReaches(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.waiting: SimpleQueue[int] = SimpleQueue()
+        self.waiting = np.zeros(100_000)  # too large to be compared
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.waiting.put(batch_idx)
+        self.waiting[0] += 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log("waiting", float(self.waiting.qsize()))  # here
+        self.log("waiting", float(self.waiting[0]))  # here
+        return self.loss(batch)
+
+
+class FillsAQueue(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: SimpleQueue[int] = SimpleQueue()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.queue.put(1)  # here
+        return self.loss(batch)
+
+
+class FillsATable(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.database = sqlite3.connect(":memory:")
+        self.database.execute("create table steps (step int)")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.database.execute("insert into steps values (1)")  # here
+        return self.loss(batch)
+
+
+class SetsTheEnvironment(Base):
+    name = "LIGHTNING_REPLAY_OF_A_TEST"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        os.environ[self.name] = "1"  # here
+        return self.loss(batch)
+
+
+class WritesToMemory(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = mmap.mmap(-1, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.memory.seek(0)  # here
+        self.memory.write_byte(1)
         return self.loss(batch)
 
 
@@ -172,12 +215,19 @@ REFUSED = [
     (RemembersBatches, Reason.ATTRIBUTE_WRITTEN),
     (Prints, Reason.HOST_EFFECT),
     (LogsWhatNoGuardReaches, Reason.PYTHON_VALUE),
+    (FillsAQueue, Reason.HOST_EFFECT),
+    (FillsATable, Reason.HOST_EFFECT),
+    (SetsTheEnvironment, Reason.HOST_EFFECT),
+    (WritesToMemory, Reason.HOST_EFFECT),
 ]
 
 
 @pytest.mark.parametrize("scope", ["step", "auto"])
 @pytest.mark.parametrize(("made", "reason"), REFUSED, ids=lambda value: getattr(value, "__name__", None))
-def test_refused_step_trains_as_native(made: type[Base], reason: Reason, scope: str) -> None:
+def test_refused_step_trains_as_native(
+    made: type[Base], reason: Reason, scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SetsTheEnvironment.name, "0")
     _, replay = run_both(made, batches(), strategy=tape(scope=scope), max_epochs=2)
 
     assert replay.trace is not None
