@@ -6,7 +6,7 @@ import copy
 import functools
 import io
 import random
-from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_replay.engine.interposition import is_interposed
 from lightning_replay.engine.layout import has_memory
+from lightning_replay.guards.attributes import Attributes, identities
 from lightning_replay.guards.changes import Change
 from lightning_replay.guards.contents import (
     HOOKS,
@@ -41,14 +42,12 @@ from lightning_replay.guards.contents import (
 )
 from lightning_replay.guards.layouts import Layouts, Memory
 from lightning_replay.guards.reads import MAX_DEPTH, find_reads
+from lightning_replay.guards.versions import Versions
 from lightning_replay.reasons import Finding, Reason
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _WATCHED = {id(random.random.__self__), id(np.random.mtrand._rand)}  # type: ignore[attr-defined]
 """The generators of Python and NumPy themselves: a run that draws from them is found out."""
-
-
-_HAS_OBJECTS_FROM_ITERATORS = np.lib.NumpyVersion(np.__version__) >= "1.23.0"
 
 
 def join(prefix: str, name: str) -> str:
@@ -96,21 +95,15 @@ def is_moving(owner: Any, value: Any) -> bool:
     return isinstance(value, (Optimizer, LRScheduler, torch.amp.GradScaler))
 
 
-def identities(values: Iterable[Any]) -> bytes:
-    """Returns where objects lie, in their order.
-
-    Of two lists whose objects are all alive, this is the same only if they hold the very same objects. Comparing it
-    takes a tenth of the time of comparing them one by one.
-    """
-    if _HAS_OBJECTS_FROM_ITERATORS:
-        return np.fromiter(values, dtype=object).tobytes()
-    return array("Q", map(id, values)).tobytes()
+RESTLESS_WRITES = 8
+"""Comparisons that found a module written to, though nothing in it had changed, after which it is always read."""
 
 
 class ModuleState:
     """What the modules of a tree hold: members, attributes, parameters and buffers with their memory.
 
-    The comparison reads everything live. It is one pass over prepared lists; only a mismatch is looked at closely.
+    The comparison is one pass over prepared lists; only a mismatch is looked at closely. Modules that nothing was
+    written to since the last one are not read again.
 
     Args:
         name: Dotted path of the root.
@@ -134,18 +127,26 @@ class ModuleState:
         self._modules = [module for _, module in self._named]
         self._classes = [type(module) for module in self._modules]
         self._forwards = {cls: _entries(cls) for cls in self._classes}
-        members = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
+        self._dicts: list[dict[str, Any]] = [module.__dict__ for module in self._modules]
+        members: list[dict[str, Any]] = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
+        self._are_members_counted = all(type(d) is dict for d in members)
+        self._writes: Counter[int] = Counter()
+        # Modules that are always read: first of all the root, whose forward is interposed in each step.
+        self._restless = {id(root.__dict__), *(id(d) for d in self._dicts if type(d) is not dict)}
+        counted = (d for d in (*self._dicts, *filter(None, members)) if type(d) is dict)
+        self._versions = Versions(d for d in counted if id(d) not in self._restless)
         self._member_names = [tuple(d) for d in members]
         self._members = [d.values() for d in members if d]  # views: each pass over one reads the dict anew
+        self._filled_members = [(d, tuple(d)) for d in members if d]
         self._empty_members = [d for d in members if not d]
         self._member_values = list(chain.from_iterable(self._members))
         self._member_identities = identities(self._member_values)
         # Deleting from a container of modules gives it another dict, which the views above know nothing of.
-        self._holders = [d for d in map(vars, self._modules) if d.keys() >= _OWN_READS]
+        self._holders = [d for d in self._dicts if d.keys() >= _OWN_READS]
         self._others = [m for m in self._modules if not vars(m).keys() >= _OWN_READS]  # those of TorchScript
         self._member_dicts = list(self._read_member_dicts())
         self._left_out = {module: TORCH_OWN | names for module, names in ignored.items()}
-        self._hooks = [getattr(module, kind) for module in self._modules for kind in HOOKS]
+        self._hooks = self._read_hooks()
         self._every_attribute = every_attribute
         self._entry = entry
         self._given: dict[Any, None] = {}
@@ -188,7 +189,6 @@ class ModuleState:
         ]
         self._variables = (*reads.variables, *_slot_variables(self._named), *given)
         self._functions = reads.functions
-        self._dicts = [item.__dict__ for item in (*self._modules, *self._functions)]
         self._attributes = [self._read_attributes(module) for module in self._modules]
         self._prepare_attributes()
 
@@ -223,11 +223,16 @@ class ModuleState:
 
     def difference(self) -> Finding | None:
         """Finds the first thing that is not as it was when this state was taken."""
-        same = self._holds_the_same()
+        untouched = self._versions.are_same() and self._restless_attributes.are_same()
+        same = untouched or self._held.are_same()
         if not same and not all(map(is_, self._read_member_dicts(), self._member_dicts)):
             return self._member_difference()
-        if any(self._empty_members) or identities(chain.from_iterable(self._members)) != self._member_identities:
+        if any(self._empty_members):
             return self._member_difference()
+        if not (untouched and self._are_members_counted) and not self._has_the_same_members():
+            return self._member_difference()
+        if not untouched:
+            self._hooks = self._read_hooks()
         if any(self._hooks) or torch_module._has_any_global_hook():
             return find_hooks(self.name, self.root)
         if not (self._memory.is_same() and self._layouts.are_same()):
@@ -239,7 +244,22 @@ class ModuleState:
                 return self._finding(
                     Change.CODE, self.name, f"forward and call of {cls.__qualname__} as recorded", "another function"
                 )
-        return None if same and self._has_the_same() else self._attribute_difference()
+        found = None if same and self._has_the_same() else self._attribute_difference()
+        if found is None and not untouched:
+            self._settle()
+        return found
+
+    def _settle(self) -> None:
+        """Lets versions speak for what was found to be as it was, but for modules that are written to all the time."""
+        written = self._versions.accept()
+        if len(written) > len(self._modules) // 2:  # train() and eval() write to all: that is no habit of one
+            return
+        self._writes.update(written & set(map(id, self._dicts)))
+        restless = {key for key, count in self._writes.items() if count >= RESTLESS_WRITES}
+        if not restless <= self._restless:
+            self._restless |= restless
+            self._versions.leave_out(restless)
+            self._restless_attributes = self._held.of(self._restless)
 
     def _finding(self, change: Change, where: str, expected: str, actual: str) -> Finding:
         return Finding(Reason.MODULE_CHANGED, where, expected, actual, change.effect)
@@ -256,6 +276,14 @@ class ModuleState:
                         Change.MEMBERS, join(path, key), "the object that was recorded", "another object"
                     )
         return self._finding(Change.MEMBERS, self.name, "the modules that were recorded", "others")
+
+    def _has_the_same_members(self) -> bool:
+        return identities(chain.from_iterable(self._members)) == self._member_identities and all(
+            tuple(d) == names for d, names in self._filled_members
+        )
+
+    def _read_hooks(self) -> list[Any]:
+        return [getattr(module, kind) for module in self._modules for kind in HOOKS]
 
     def _read_member_dicts(self) -> Iterator[Any]:
         return chain.from_iterable(map(itemgetter(*MEMBERS), self._holders))
@@ -279,24 +307,19 @@ class ModuleState:
     def _prepare_attributes(self) -> None:
         """Prepares the comparison of attributes and variables: one flat list, and the containers among it.
 
-        Training flags and the dicts of members are among the attributes, so that each module is read in one go.
+        Training flags and the dicts of members and hooks are among the attributes, so that a module is read in one go.
         """
         holders = set(map(id, self._holders))
-        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for live, attributes in zip(self._dicts, self._attributes, strict=False):
-            if names := (*(_OWN_READS if id(live) in holders else ()), *attributes):
-                alike.setdefault(names, []).append(live)
-        # Of a single name an itemgetter would give no tuple.
-        self._readers = [(itemgetter(*(names * 2 if len(names) == 1 else names)), d) for names, d in alike.items()]
-        self._held = list(self._read_all())
-        self._held_identities = identities(self._held)
+        named = zip(self._dicts, self._attributes, strict=True)
+        self._held = Attributes((d, (*(_OWN_READS if id(d) in holders else ()), *names)) for d, names in named)
+        self._restless_attributes = self._held.of(self._restless)
         self._training = tuple(map(_training, self._modules))
         self._others_training = list(map(_training, self._others))
         self._outer = [getter() for _, getter in self._variables]
         self._code = list(chain.from_iterable(map(_code_of, self._functions)))
-        self._sizes = list(map(len, self._dicts))
+        self._sizes = [len(vars(function)) for function in self._functions]
         self._containers: list[tuple[str, Any, list[Any]]] = []
-        held = [*self._held, *self._outer]
+        held = [*self._held.values, *self._outer]
         seen = set(map(id, self._modules))
         for (path, _), attributes in zip(self._named, self._attributes, strict=True):
             for key, value in attributes.items():
@@ -311,10 +334,6 @@ class ModuleState:
         self._plain_memory = Memory([*tensors.values()])
         self._plain_layouts = Layouts([*tensors.values()])
         self._plain_trainable = self._plain_layouts.trainable
-
-    def _read_all(self) -> Iterator[Any]:
-        """Reads the attributes of all modules, those with the same names together."""
-        return chain.from_iterable(chain.from_iterable(map(read, dicts) for read, dicts in self._readers))
 
     def find_iterator(self) -> Finding | None:
         """Finds something among the attributes that a run would advance, and a replay would not."""
@@ -357,17 +376,10 @@ class ModuleState:
             # A module is looked into however deep it is.
             self._add_containers(path, item, held, seen, depth + (not isinstance(value, Module)))
 
-    def _holds_the_same(self) -> bool:
-        """Tells whether attributes, and the dicts of members, are the very objects that they were."""
-        try:
-            return identities(self._read_all()) == self._held_identities
-        except KeyError:  # one is gone
-            return False
-
     def _has_the_same(self) -> bool:
-        """Tells whether nothing was added to the attributes, and variables and all that is held are as they were."""
+        """Tells whether what code reads in other places than attributes, and all that is held, is as it was."""
         return (
-            list(map(len, self._dicts)) == self._sizes
+            [len(vars(function)) for function in self._functions] == self._sizes
             and list(map(_training, self._others)) == self._others_training
             and all(map(is_, [getter() for _, getter in self._variables], self._outer))
             and all(map(is_, chain.from_iterable(map(_code_of, self._functions)), self._code))
@@ -450,7 +462,7 @@ def _show(value: Any) -> str:
 
 
 _training = attrgetter("training")
-_OWN_READS = {*MEMBERS, "training"}
+_OWN_READS = {*MEMBERS, *HOOKS, "training"}
 
 
 class AttributeWatch:

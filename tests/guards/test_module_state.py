@@ -3,6 +3,7 @@
 """What a recording depends on in its modules: each change is found, with the place; what does not matter is not."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 from lightning_replay import Reason
 from lightning_replay.dispatch import Dispatcher
 from lightning_replay.engine.tape import TapePool
-from lightning_replay.guards import module as guards_module
+from lightning_replay.guards import attributes, versions
+from lightning_replay.guards.attributes import identities
 from lightning_replay.guards.module import (
+    RESTLESS_WRITES,
     AttributeWatch,
     ModuleState,
     find_hidden_state,
     find_hooks,
-    identities,
     join,
     recurrent_networks,
 )
@@ -54,8 +56,16 @@ def set_nested(module: Any) -> None:
     module[0].table["deep"][1]["b"] = 3
 
 
+def swap_names(module: Any) -> None:
+    """The same parameters in the same order, each under the name of the other."""
+    weight, bias = module[1].weight, module[1].bias
+    del module[1].weight, module[1].bias
+    module[1].bias, module[1].weight = weight, bias
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "parameter replaced": (lambda m: setattr(m[1], "weight", nn.Parameter(m[1].weight.detach())), "net.1.weight"),
+    "names swapped": (swap_names, "net.1"),
     "parameter removed": (lambda m: m[1].register_parameter("bias", None), "net.1.bias"),
     "parameter added": (lambda m: m[1].register_parameter("new", nn.Parameter(torch.ones(1))), "net.1"),
     "buffer replaced": (lambda m: setattr(m[0], "mask", torch.ones(3)), "net.0.mask"),
@@ -87,10 +97,29 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_found(name: str) -> None:
-    module, (change, where) = net(), CHANGES[name]
+@pytest.fixture(params=["counted", "restless", "uncounted"])
+def counting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether Python counts what is written to modules, and whether they are written to all the time."""
+    if request.param == "uncounted":
+        monkeypatch.setattr(versions, "_CAN_COUNT", False)
+    return str(request.param)
+
+
+def take_state(module: nn.Module, counting: str) -> ModuleState:
     state = ModuleState("net", module)
+    for inner in module.modules() if counting == "restless" else ():
+        for step in range(RESTLESS_WRITES):
+            inner.step: Any = step
+            assert state.difference() is None
+    assert state._versions.are_same() == (counting != "uncounted")
+    assert len(state._restless) == (len(list(module.modules())) if counting == "restless" else 1)
+    return state
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_found(name: str, counting: str) -> None:
+    module, (change, where) = net(), CHANGES[name]
+    state = take_state(module, counting)
     assert state.difference() is None
 
     change(module)
@@ -114,9 +143,9 @@ def test_found(name: str) -> None:
     ],
     ids=["parameter written", "buffer written", "state loaded", "unread", "equal", "gradient"],
 )
-def test_not_found(change: Callable[[Any], Any]) -> None:
+def test_not_found(change: Callable[[Any], Any], counting: str) -> None:
     module = net()
-    state = ModuleState("net", module)
+    state = take_state(module, counting)
 
     change(module)
 
@@ -124,9 +153,9 @@ def test_not_found(change: Callable[[Any], Any]) -> None:
     assert state.difference() is None
 
 
-def test_flags() -> None:
+def test_flags(counting: str) -> None:
     module = net()
-    state = ModuleState("net", module)
+    state = take_state(module, counting)
 
     def flags() -> Any:
         assert state.difference() is None  # they are part of the signature, not a change
@@ -167,6 +196,57 @@ def test_hooks(register: Callable[..., Any]) -> None:
         assert (finding.reason, finding.where) == (Reason.HOOKS, "net.0.layer")
     handle.remove()
     assert state.difference() is None
+
+
+def test_hooks_in_a_dict_of_their_own(counting: str) -> None:
+    module = net()
+    state = take_state(module, counting)
+
+    module[0].layer._forward_hooks = OrderedDict()
+    assert state.difference() is None
+    module[0].layer.register_forward_hook(lambda *_: None)
+
+    finding = state.difference()
+    assert finding is not None
+    assert (finding.reason, finding.where) == (Reason.HOOKS, "net.0.layer")
+
+
+def test_order_of_modules(counting: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.ReLU(), nn.Tanh())
+    module._modules = OrderedDict(module._modules)  # as removing one from a container does
+    state = take_state(module, counting)
+    assert state.difference() is None
+
+    module._modules.move_to_end("1")
+
+    finding = state.difference()
+    assert finding is not None
+    assert (finding.reason, finding.where) == (Reason.MODULE_CHANGED, "net")
+
+
+def test_what_is_written_all_the_time_is_compared_with_the_last_value() -> None:
+    module = net()
+    state = take_state(module, "restless")
+    for step in range(3):
+        module[0].unread = step
+        assert state.difference() is None
+
+    module[0].rate = 0.75
+
+    assert (found := state.difference()) is not None
+    assert found.where == "net.0.rate"
+
+
+def test_a_fit_with_validation_counts_no_module_as_restless() -> None:
+    module = net()
+    state = take_state(module, "counted")
+    for _ in range(2 * RESTLESS_WRITES):
+        module.eval()
+        module.train()
+        assert state.difference() is None
+        assert state._versions.are_same()
+
+    assert len(state._restless) == 1
 
 
 def test_global_hooks() -> None:
@@ -248,7 +328,7 @@ def test_join() -> None:
 
 @pytest.mark.parametrize("is_new", [True, False])
 def test_identities_tell_objects_apart_that_are_equal(is_new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards_module, "_HAS_OBJECTS_FROM_ITERATORS", is_new)  # NumPy >= 1.23
+    monkeypatch.setattr(attributes, "_HAS_OBJECTS_FROM_ITERATORS", is_new)  # NumPy >= 1.23
     objects = [torch.ones(2), torch.ones(2), None, True, {}, {}]
 
     assert identities(iter(objects)) == identities(objects)

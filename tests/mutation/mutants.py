@@ -19,8 +19,10 @@ from lightning_replay.engine import reads as numbers
 from lightning_replay.engine.recording import Recording
 from lightning_replay.gradients import GradientBuffers, Publication
 from lightning_replay.guards import module, reads, signature
+from lightning_replay.guards.attributes import Attributes
 from lightning_replay.guards.layouts import Layouts, Memory
 from lightning_replay.guards.module import AttributeWatch, ModuleState
+from lightning_replay.guards.versions import Versions
 from lightning_replay.inspection import Inspector, Tracer
 from lightning_replay.metrics import StepMetrics
 from lightning_replay.runner import making
@@ -148,6 +150,7 @@ def switched_off(mutant: Mutant) -> Iterator[None]:
 
 def _same_members(state: ModuleState) -> None:
     state._members, state._empty_members, state._member_identities = [], [], b""
+    state._filled_members = []
 
 
 class _Blind(Layouts):
@@ -168,6 +171,7 @@ def _variables_gone(*args: Any, **kwargs: Any) -> Any:
 _find_reads = module.find_reads
 
 
+_MODULE_STATE = "tests/guards/test_module_state.py"
 _STEPS = "tests/whole_step/test_"
 
 
@@ -180,7 +184,21 @@ MUTANTS: dict[str, Mutant] = {
         after_taking(_same_members), ("parameter_replaced", "buffer_rebound", "layer_replaced", "layer_shadowed")
     ),
     "memory and layout of parameters and buffers": Mutant(after_taking(_no_memory), ("new_data", "new_layout")),
-    "hooks on modules": Mutant(forget("_hooks"), ("forward_hook",)),
+    "names of parameters, buffers and modules": Mutant(
+        forget("_filled_members"), tests=(f"{_MODULE_STATE}::test_found[counted-names swapped]",)
+    ),
+    "what is written to modules": Mutant(
+        off(Versions, "are_same", lambda self: True), ("attribute", "parameter_replaced", "buffer_rebound")
+    ),
+    "modules that are written to all the time": Mutant(
+        off(Attributes, "of", lambda self, dicts: Attributes([])),
+        tests=(f"{_MODULE_STATE}::test_found[restless-float]",),
+    ),
+    "hooks on modules": Mutant(off(ModuleState, "_read_hooks", lambda self: []), ("forward_hook",)),
+    "hooks in a dict that is new": Mutant(
+        after_taking(lambda s: s.__dict__.update(_read_hooks=lambda hooks=s._hooks: hooks)),
+        tests=(f"{_MODULE_STATE}::test_hooks_in_a_dict_of_their_own[counted]",),
+    ),
     "hooks on all modules": Mutant(off(module.torch_module, "_has_any_global_hook", lambda: False), ("global_hook",)),
     "training flags": Mutant(without_flags(0), ("submodule_mode",)),
     "trainability": Mutant(without_flags(1), ("freeze", "freeze_most")),
