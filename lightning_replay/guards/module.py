@@ -136,9 +136,10 @@ class ModuleState:
         counted = (d for d in (*self._dicts, *filter(None, members)) if type(d) is dict)
         self._versions = Versions(d for d in counted if id(d) not in self._restless)
         self._member_names = [tuple(d) for d in members]
-        self._members = [d.values() for d in members if d]  # views: each pass over one reads the dict anew
-        self._filled_members = [(d, tuple(d)) for d in members if d]
+        self._filled_members = [d for d in members if d]
         self._empty_members = [d for d in members if not d]
+        self._members = [d.values() for d in self._filled_members]  # views: each pass over one reads the dict anew
+        self._member_keys = list(chain.from_iterable(self._filled_members))
         self._member_values = list(chain.from_iterable(self._members))
         self._member_identities = identities(self._member_values)
         # Deleting from a container of modules gives it another dict, which the views above know nothing of.
@@ -231,7 +232,7 @@ class ModuleState:
             return self._member_difference()
         if not (untouched and self._are_members_counted) and not self._has_the_same_members():
             return self._member_difference()
-        if not untouched:
+        if not same:
             self._hooks = self._read_hooks()
         if any(self._hooks) or torch_module._has_any_global_hook():
             return find_hooks(self.name, self.root)
@@ -252,7 +253,8 @@ class ModuleState:
     def _settle(self) -> None:
         """Lets versions speak for what was found to be as it was, but for modules that are written to all the time."""
         written = self._versions.accept()
-        if len(written) > len(self._modules) // 2:  # train() and eval() write to all: that is no habit of one
+        # train() and eval() write to all modules: that is no habit of one.
+        if not written or len(written) > len(self._modules) // 2:
             return
         self._writes.update(written & set(map(id, self._dicts)))
         restless = {key for key, count in self._writes.items() if count >= RESTLESS_WRITES}
@@ -278,8 +280,9 @@ class ModuleState:
         return self._finding(Change.MEMBERS, self.name, "the modules that were recorded", "others")
 
     def _has_the_same_members(self) -> bool:
-        return identities(chain.from_iterable(self._members)) == self._member_identities and all(
-            tuple(d) == names for d, names in self._filled_members
+        return (
+            identities(chain.from_iterable(self._members)) == self._member_identities
+            and list(chain.from_iterable(self._filled_members)) == self._member_keys
         )
 
     def _read_hooks(self) -> list[Any]:

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: The lightning_replay developers
 """A dict that nothing was written to need not be read again: Python counts what is written to each."""
 
+import functools
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -78,26 +79,34 @@ def _read(dicts: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def _can_count() -> bool:
-    """Tells whether this torch knows versions, which are not public, and whether they are what is asked of them."""
-    module = Module()
+    """Tells whether this torch knows versions, which are not public, and whether Python counts all that it has to.
+
+    Python 3.13 has releases that miss attributes which are set on objects of few attributes.
+    """
+    few, many = Module(), Module()
+    many.__dict__.update((f"attribute_{i}", i) for i in range(64))
+    try:
+        return _counts(few) and _counts(many)
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _counts(module: Module) -> bool:
     attributes = module.__dict__
     clock = _Clock()
     writes: tuple[Callable[[], Any], ...] = (
-        lambda: setattr(module, "training", False),
-        lambda: setattr(module, "name", 1),
-        lambda: attributes.update(name=2),
-        lambda: delattr(module, "name"),
+        *(functools.partial(setattr, module, "training", value) for value in (False, True)),
+        *(functools.partial(setattr, module, "name", value) for value in range(32)),
+        functools.partial(attributes.update, name=-1),
+        functools.partial(delattr, module, "name"),
     )
-    try:
-        for write in writes:
-            before, era = _read([attributes]), clock.era()
-            if _read([attributes]) != before:
-                return False
-            write()
-            if _read([attributes]) == before or clock.era() == era:
-                return False
-    except (RuntimeError, TypeError):
-        return False
+    for write in writes:
+        before, era = _read([attributes]), clock.era()
+        if _read([attributes]) != before:
+            return False
+        write()
+        if _read([attributes]) == before or clock.era() == era:
+            return False
     return True
 
 

@@ -150,7 +150,7 @@ def switched_off(mutant: Mutant) -> Iterator[None]:
 
 def _same_members(state: ModuleState) -> None:
     state._members, state._empty_members, state._member_identities = [], [], b""
-    state._filled_members = []
+    state._filled_members, state._member_keys = [], []
 
 
 class _Blind(Layouts):
@@ -185,7 +185,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "memory and layout of parameters and buffers": Mutant(after_taking(_no_memory), ("new_data", "new_layout")),
     "names of parameters, buffers and modules": Mutant(
-        forget("_filled_members"), tests=(f"{_MODULE_STATE}::test_found[counted-names swapped]",)
+        forget("_filled_members", "_member_keys"), tests=(f"{_MODULE_STATE}::test_found[counted-names swapped]",)
     ),
     "what is written to modules": Mutant(
         off(Versions, "are_same", lambda self: True), ("attribute", "parameter_replaced", "buffer_rebound")
