@@ -14,7 +14,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ from tests.benchmarks.receipt import command_line, receipt, write
 MODULES = (250, 500, 1000, 2000)
 WIDTH = 16
 SHARE_BAR, TENSOR_BAR = 0.05, 0.4
+WARM_UP = 5
+UNAUDITED_REPLAYS = 90
+"""Fewer than there are replays before the first audit, which is a native step."""
 
 
 class Block(nn.Module):
@@ -120,29 +123,36 @@ def _complain(finding: Any) -> None:
         raise RuntimeError(str(finding))
 
 
-def measure(modules: int, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Returns the times of one tree, in microseconds."""
+def measure(sizes: Sequence[int], device: torch.device, rounds: int, repeats: int) -> list[dict[str, Any]]:
+    """Returns the times of trees of several sizes, in microseconds.
+
+    The trees are measured in turn, round after round, so that what else the machine does for a while slows all alike.
+    """
     torch.manual_seed(0)
-    tree = Tree(modules, CudaGraphBackend(device) if device.type == "cuda" else IdleBackend(device))
+    trees = [
+        Tree(modules, CudaGraphBackend(device) if device.type == "cuda" else IdleBackend(device)) for modules in sizes
+    ]
     # What another process takes of the processor is not counted; on a GPU the autograd pass has a thread of its own.
     clock = time.perf_counter if device.type == "cuda" else time.thread_time
-    native = timed(lambda: (tree.native(), fence(device)), device, max(10, repeats // 10), clock)
-    tree.engage()
-    guards = timed(tree.decide, device, repeats, time.thread_time)
-    # Fewer than there are replays before the first audit, which is a native step.
-    step = timed(tree.replay, device, min(repeats, 80), clock)
-    kept = {
-        "modules": sum(1 for _ in tree.net.modules()),
-        "parameters": sum(1 for _ in tree.net.parameters()),
-        "buffers": sum(1 for _ in tree.net.buffers()),
-    }
-    tree.runner.close()
-    return {**kept, "native_us": native, "guards_us": guards, "step_us": step}
+    steps = min(repeats, UNAUDITED_REPLAYS // rounds - WARM_UP)
+    runs: list[dict[str, Any]] = [{"native_us": [], "guards_us": [], "step_us": []} for _ in trees]
+    for tree, run in zip(trees, runs, strict=True):
+        run["native_us"] += timed(lambda: (tree.native(), fence(device)), device, repeats, clock)  # noqa: B023
+        tree.engage()
+    for _ in range(rounds):
+        for tree, run in zip(trees, runs, strict=True):
+            run["guards_us"] += timed(tree.decide, device, repeats, time.thread_time)
+            run["step_us"] += timed(tree.replay, device, steps, clock)
+    for tree, run in zip(trees, runs, strict=True):
+        run |= {"modules": sum(1 for _ in tree.net.modules()), "parameters": sum(1 for _ in tree.net.parameters())}
+        run["buffers"] = sum(1 for _ in tree.net.buffers())
+        tree.runner.close()
+    return runs
 
 
 def timed(run: Callable[[], Any], device: torch.device, repeats: int, clock: Callable[[], float]) -> list[float]:
     """Returns the microseconds of some calls; each begins with an idle device, and no garbage is collected."""
-    for _ in range(3):
+    for _ in range(WARM_UP):
         run()
     times = []
     gc.collect()
@@ -194,12 +204,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="the receipt to write")
     parser.add_argument("--modules", nargs="+", type=int, default=list(MODULES))
-    parser.add_argument("--repeats", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=20, help="calls of each tree in a round")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-    runs = [measure(modules, device, options.repeats) for modules in options.modules]
+    runs = measure(options.modules, device, options.rounds, options.repeats)
     rows = summarise(runs)
     growth = rows[-1]["guards, us a module"] / rows[0]["guards, us a module"]
     found = problems(rows)
@@ -211,6 +222,7 @@ def main() -> int:
         f" largest, guards grow to {growth:.2f} times as much a module; bars not met: {len(found)}.",
         "workloads": {},
         "graphs": "CUDA graphs" if device.type == "cuda" else "do nothing",
+        "rounds": options.rounds,
         "repeats": options.repeats,
         "threads": 1,
     }

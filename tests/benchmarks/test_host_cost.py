@@ -15,7 +15,7 @@ from tests.benchmarks import host_cost, render
 
 def test_cost_is_that_of_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "host_cost.json"
-    words = ["--modules", "10", "20", "--repeats", "12", "--device", "cpu"]
+    words = ["--modules", "10", "20", "--rounds", "2", "--repeats", "6", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["host_cost", "--out", str(out), *words])
     monkeypatch.setattr(host_cost, "SHARE_BAR", 1e9)
     monkeypatch.setattr(host_cost, "TENSOR_BAR", 1e9)
