@@ -152,7 +152,7 @@ class ReplayReport:
             )
         for recording in self.recordings:
             if recording.certified == "nondeterministic":
-                names = ", ".join(recording.nondeterministic) or "native runs differ from each other"
+                names = ", ".join(recording.nondeterministic) or "runs from the same state differ"
                 lines.append(f"{recording.region}: exact up to native nondeterminism ({names})")
         spent = f"{self.capture_seconds:.2f} s spent on recording"
         if (saved := self.estimated_seconds_saved) is not None:

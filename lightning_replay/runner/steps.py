@@ -319,8 +319,7 @@ class Runner:
             if decision.finding.reason is Reason.HOST_READ:
                 self._count_miss(region, decision, decision.finding)
             elif decision.finding.reason is Reason.TRAINER_READ and region.refusal is None:
-                region.refusal = decision.finding
-                self._to_split.append(region)
+                self._give_up(region, decision.finding)
         return decision
 
     def _count_miss(self, region: Region, decision: Decision, finding: Finding) -> None:
@@ -340,8 +339,7 @@ class Runner:
         if finding.reason in UNREADY and region.refusal is None and not region.engaged():
             region.unready += 1
             if region.unready == MAX_UNREADY:
-                region.refusal = finding
-                self._to_split.append(region)
+                self._give_up(region, finding)
 
     def _act(self, region: Region, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does what was decided for a call."""
@@ -376,10 +374,13 @@ class Runner:
     def refuse(self, region: Region, finding: Finding) -> None:
         """Makes a region native for good; from the next step on its parts are looked at instead."""
         region.retire(finding)
+        self._give_up(region, finding)
+        self._on_finding(finding)
+
+    def _give_up(self, region: Region, finding: Finding) -> None:
         region.refusal = finding
         if finding.reason in SPLITTING:
             self._to_split.append(region)
-        self._on_finding(finding)
 
     def _refuse_from_inside(self, region: Region, finding: Finding) -> None:
         """Makes a region native for what its own code does, unless it is already, or that code is not running."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_replay import Reason, ReplayReport
 from lightning_replay.certification import MAX_NATIVE_RUNS, MAX_REPLAYS, Trial, Verdict, certify, nondeterminism_alerts
 from lightning_replay.engine.recording import Recording
-from tests.parity.harness import STEPS, WARM_UP, Arm, Learner, batches, mlp, tape
+from tests.parity.harness import STEPS, WARM_UP, Arm, Learner, batches, mlp, run_both, tape
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -282,4 +282,40 @@ def test_nondeterminism_that_is_seen() -> None:
 
     (recording,) = report.recordings
     assert (recording.certified, recording.nondeterministic) == ("nondeterministic", ())
-    assert "native runs differ from each other" in str(report)
+    assert "runs from the same state differ" in str(report)
+
+
+def _rounded_once(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Makes the first backward replays differ by rounding, as a kernel does that adds in no fixed order."""
+    backward, left = Recording.backward, itertools.repeat(None, times)
+
+    def rounded(self: Recording, cotangents: Any) -> None:
+        backward(self, cotangents)
+        if next(left, self) is None:
+            for gradient in self.gradients:
+                if gradient is not None:
+                    gradient.mul_(1 + 2e-7)
+
+    monkeypatch.setattr(Recording, "backward", rounded)
+
+
+def test_a_trial_replay_that_differs_once_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    _rounded_once(monkeypatch, 1)
+    _, replay = run_both(lambda: Undetermined(Unsteady(0.0, False)), strategy=tape(modules=["net"]))
+
+    assert replay.trace is not None
+    report = replay.trace.report
+    assert report.steps_replayed == STEPS - WARM_UP - 1
+    assert [recording.certified for recording in report.recordings] == ["nondeterministic"]
+    assert report.recordings[0].native_runs == MAX_NATIVE_RUNS
+
+
+@pytest.mark.parametrize(("learner", "times"), [(Undetermined, MAX_REPLAYS), (Learner, 1)])
+def test_a_trial_replay_that_differs_is_an_error(
+    learner: type[Learner], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _rounded_once(monkeypatch, times)
+    report = fit(0.0, False, learner)
+
+    assert report.steps_replayed == 0
+    assert Reason.MISMATCH in report.reasons
