@@ -24,10 +24,12 @@ from lightning_replay.guards.module import (
     ModuleState,
     find_hidden_state,
     find_hooks,
+    find_scripted,
     is_moving,
     join,
     recurrent_networks,
 )
+from lightning_replay.guards.parameters import with_line
 from lightning_replay.guards.signature import Arguments, check_input_aliases, check_modes, read_arguments
 from lightning_replay.inspection import Trace
 from lightning_replay.reasons import Effect, Finding, Reason
@@ -386,6 +388,8 @@ class Dispatcher:
 
     def _take_state(self, region: Region) -> Finding | None:
         """Takes the state of a region, unless something in it forbids recording for now."""
+        if (finding := find_scripted(region.members, region.module)) is not None:
+            return finding
         self.look_for_hidden_state(recurrent_networks(region.members, region.module))
         if (finding := self.hidden_state or find_hooks(region.members, region.module)) is not None:
             return finding
@@ -404,7 +408,7 @@ class Dispatcher:
                 actual = f"{type(parameter).__qualname__} on {parameter.device}"
                 return Finding(Reason.UNSUPPORTED_TENSOR, name, f"a plain parameter on {self._device}", actual)
         if (finding := state.find_iterator() or state.find_outsider(self._is_outsider)) is not None:
-            return finding
+            return with_line(finding, region.module, region.members)
         region.state = state
         region.buffers = GradientBuffers(list(state.parameters.values()))
         return None

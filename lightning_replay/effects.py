@@ -6,12 +6,14 @@ Neither a dispatch mode nor a comparison of attributes can see that. Python itse
 every call of a C function, and there is no other way to a clock or to a terminal.
 """
 
+import ctypes
 import datetime
 import gc
 import io
 import os
 import random
 import sys
+import threading
 import time
 from types import FrameType
 from typing import Any
@@ -24,7 +26,12 @@ from lightning_replay.reasons import Finding, Reason
 _CLOCKS = {getattr(time, name) for name in ("clock_gettime", "clock_gettime_ns") if hasattr(time, name)}
 _EFFECTS = frozenset(
     {print, input, open, os.urandom, os.read, os.write, os.stat, os.utime, os.mkdir, os.remove, os.unlink, os.rename}
-    | {os.replace, os.listdir, os.scandir, os.system, os.putenv, os.unsetenv}
+    | {os.replace, os.listdir, os.scandir, os.system, os.putenv, os.unsetenv, os.open, os.rmdir, os.kill}
+    | {
+        getattr(os, name)
+        for name in ("chmod", "fork", "ftruncate", "link", "pwrite", "symlink", "truncate")
+        if hasattr(os, name)
+    }
     | {time.thread_time, time.thread_time_ns, *_CLOCKS}
     | {time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns}
     | {time.process_time, time.process_time_ns, time.localtime, time.gmtime, time.strftime, time.sleep}
@@ -34,8 +41,13 @@ _HOOKING = frozenset({Tensor.register_hook.__code__, Tensor.register_post_accumu
 """A hook may do anything, and a replayed backward pass calls none."""
 
 _TODAY = frozenset({"now", "utcnow", "today"})
-_OUTSIDE = frozenset({"_queue", "_socket", "mmap", "sqlite3"})
-"""Modules of the standard library whose objects are there to be talked to."""
+_OUTSIDE = frozenset(
+    {"_queue", "queue", "_socket", "socket", "mmap", "_sqlite3", "sqlite3", "subprocess", "concurrent", "asyncio"}
+    | {"multiprocessing"}
+)
+"""Packages of the standard library whose objects are there to be talked to, or are shared with others."""
+_SIGNALS = (threading.Event, threading.Semaphore, threading.Barrier)
+_MEMORY = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, memoryview)
 
 _STREAM = frozenset({"write", "writelines", "read", "readline", "readlines"})
 _IS_CAPTURING = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
@@ -110,12 +122,19 @@ def _found(where: str, actual: str) -> Finding:
     return Finding(Reason.HOST_EFFECT, where, "no effect but the results", actual)
 
 
+def is_outside(value: Any) -> bool:
+    """Tells whether a value is shared with others: a queue, a database, a socket, another process, memory."""
+    kind: type = type(value)
+    packages = (str(base.__module__).split(".")[0] for base in kind.__mro__)
+    return issubclass(kind, (*_SIGNALS, *_MEMORY)) or not _OUTSIDE.isdisjoint(packages)
+
+
 def _is_effect(function: Any, owner: Any) -> bool:
     if isinstance(owner, type):
         return function.__name__ in _TODAY and issubclass(owner, datetime.date)
     if isinstance(owner, io.IOBase):
         return function.__name__ in _STREAM
-    if type(owner).__module__ in _OUTSIDE:
+    if is_outside(owner):
         return True
     return getattr(function, "__hash__", None) is not None and function in _EFFECTS
 

@@ -58,7 +58,8 @@ class Reason(Enum):
     BUDGET = (
         "budget",
         "As many recordings exist as max_recordings allows.",
-        "Raise max_recordings, or give the network fewer different shapes (pad, bucket, drop_last=True).",
+        "Raise max_recordings, or give the network fewer signatures: pad or bucket shapes, drop_last=True, freeze and"
+        " unfreeze less often.",
     )
     NO_REGION = (
         "no_region",
@@ -68,8 +69,8 @@ class Reason(Enum):
     )
     NEVER_REPEATS = (
         "never_repeats",
-        "More calls in a row than 20 of a network, or 5 of a whole step, each had a signature never met before: another"
-        " shape, or another plain value among the arguments.",
+        "Call after call had a signature never met before, another shape or another plain value among the arguments:"
+        " more than 20 calls of a network, or 5 whole steps, in a row.",
         "Pass changing numbers as tensors on the device, leave names and ids out, pad or bucket changing shapes.",
     )
     UNRECORDED_MODE = (
@@ -118,6 +119,11 @@ class Reason(Enum):
         "The LightningModule itself was compiled.",
         "Compile a submodule instead: self.net = torch.compile(net).",
     )
+    SCRIPTED_MODULE = (
+        "scripted_module",
+        "The region contains a module of TorchScript, which cannot be compared with what it was.",
+        "Use the module that it was made from; or compile it: self.net = torch.compile(net).",
+    )
     DATALOADER_ITER = (
         "dataloader_iter",
         "training_step takes a dataloader_iter instead of a batch.",
@@ -141,13 +147,15 @@ class Reason(Enum):
     )
     MODULE_CHANGED = (
         "module_changed",
-        "A module, parameter, buffer or attribute that the recording depends on was replaced or changed.",
-        "Nothing if it was intended: the region is recorded again. Avoid changing attributes every step.",
+        "A module, parameter, buffer, attribute or variable that the recording depends on was replaced or changed.",
+        "Nothing if it was intended: the region is recorded again. What changes often belongs in a buffer or parameter,"
+        " changed in place: self.scale.fill_(value), p.data.copy_(values).",
     )
     ATTRIBUTE_WRITTEN = (
         "attribute_written",
         "The region sets attributes or fills containers; a replay would not.",
-        "Set it outside: in training_step if a network does it, in a hook if training_step does.",
+        "Set it outside: in training_step if a network does it, in a hook if training_step does. What the region"
+        " computes with belongs in a buffer, changed in place.",
     )
     BUFFER_REBOUND = (
         "buffer_rebound",
@@ -177,7 +185,8 @@ class Reason(Enum):
     )
     HOST_EFFECT = (
         "host_effect",
-        "The region prints, reads or writes a file, or looks at a clock; a replay would not.",
+        "The region prints, reads or writes a file, looks at a clock, or uses what others share: a queue, a database, a"
+        " socket, the environment; a replay would not.",
         "Do it in a hook or in a callback.",
     )
     LOGGED_VALUE = (
@@ -253,7 +262,8 @@ class Reason(Enum):
     HOST_RANDOM = (
         "host_random",
         "The region draws random numbers on the host (Python, NumPy, CPU torch) or from a private generator.",
-        "Draw them in training_step and pass them in, or use the device's default generator.",
+        "Use the device's default generator, or draw outside and pass them in: in training_step if a network draws, in"
+        " a hook if training_step does.",
     )
     PYTHON_VALUE = (
         "python_value",

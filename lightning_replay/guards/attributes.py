@@ -25,7 +25,7 @@ def identities(values: Iterable[Any]) -> bytes:
 
 
 class Attributes:
-    """Attributes of many modules, as they are when this is made, read in one pass.
+    """Attributes of many modules, as they are when this is made, read in one pass, and the names of all there are.
 
     Args:
         named: The `__dict__` of each module, and the names that matter in it.
@@ -43,16 +43,18 @@ class Attributes:
         # Of a single name an itemgetter would give no tuple.
         self._readers = [(itemgetter(*(names * 2 if len(names) == 1 else names)), d) for names, d in alike.items()]
         self._dicts = [attributes for attributes, _ in self._named]
-        self._sizes = list(map(len, self._dicts))
+        self._names, self._sizes = list(chain.from_iterable(self._dicts)), list(map(len, self._dicts))
         self.values = list(self._read())
         self._identities = identities(self.values)
 
     def are_same(self) -> bool:
-        """Tells whether they are the very objects that they were, and none was added to the modules."""
+        """Tells whether they are the very objects that they were, and the modules have no others."""
         try:
-            return identities(self._read()) == self._identities and list(map(len, self._dicts)) == self._sizes
+            same = identities(self._read()) == self._identities
         except KeyError:  # one is gone
             return False
+        names, sizes = chain.from_iterable(self._dicts), map(len, self._dicts)
+        return same and list(names) == self._names and list(sizes) == self._sizes
 
     def of(self, dicts: set[int]) -> "Attributes":
         """Returns those of some modules alone, given by the ids of their `__dict__`."""

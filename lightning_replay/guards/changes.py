@@ -22,7 +22,7 @@ class Change(Enum):
         Effect.NATIVE,
     )
     ARGUMENTS = ("An argument is no plain tensor on the device, and no plain value", Effect.NATIVE)
-    FORWARD = ("Its `forward` is replaced on the instance", Effect.NATIVE)
+    FORWARD = ("Its own `forward` is replaced on the instance", Effect.NATIVE)
     PENDING = ("An earlier call still waits for its backward pass", Effect.NATIVE)
     TENSORS = (
         "A tensor argument has another shape, stride, dtype, alignment or trainability, or shares memory with others",

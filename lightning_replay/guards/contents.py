@@ -70,7 +70,7 @@ def is_installed(package: str) -> bool:
 
 def is_container(value: Any) -> bool:
     """Tells whether a value holds others that matter: a builtin container, or an instance of a user's own class."""
-    if isinstance(value, (Module, *_BUILTIN, *_LEADING)):
+    if isinstance(value, (*weakref.ProxyTypes, Module, *_BUILTIN, *_LEADING)):
         return True
     if isinstance(value, _OPAQUE) or not (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
         return False
@@ -86,6 +86,8 @@ def items(container: Any, names: frozenset[str] | None) -> list[Any]:
 def parts(container: Any) -> tuple[list[Any], dict[str, Any]]:
     """Returns what matters in a container whatever code names, and the attributes that matter if code names them."""
     kind: Any = type(container)
+    if kind in weakref.ProxyTypes:
+        return [_stood_for(container)], {}
     if isinstance(container, _BUILTIN):
         own = kind.__module__ not in sys.stdlib_module_names
         return _builtin_items(container), attributes_of(container) if own else {}
@@ -119,6 +121,14 @@ def _items_led_to(value: Any) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__func__, *(() if isinstance(value.__self__, Module) else (value.__self__,))]
     return [value() if isinstance(value, weakref.ref) else value.get(None)]
+
+
+def _stood_for(proxy: Any) -> Any:
+    """Returns what a weak proxy stands for, or None if it is gone: its methods are bound to it."""
+    try:
+        return proxy.__init__.__self__
+    except ReferenceError:
+        return None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,8 +4,10 @@
 
 import copy
 import functools
+import gc
 import io
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -21,6 +23,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_replay.effects import is_outside
 from lightning_replay.engine.interposition import is_interposed
 from lightning_replay.engine.layout import has_memory
 from lightning_replay.guards.attributes import Attributes, identities
@@ -65,6 +68,14 @@ def find_hooks(name: str, root: Module) -> Finding | None:
             if getattr(module, kind):
                 actual = f"{len(getattr(module, kind))} in {kind}"
                 return Finding(Reason.HOOKS, join(name, path), "no hooks", actual, Change.HOOKS.effect)
+    return None
+
+
+def find_scripted(name: str, root: Module) -> Finding | None:
+    """Finds a module of TorchScript, whose attributes are not Python's."""
+    for path, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return Finding(Reason.SCRIPTED_MODULE, join(name, path), "modules of Python", f"a {type(module).__name__}")
     return None
 
 
@@ -128,6 +139,7 @@ class ModuleState:
         self._classes = [type(module) for module in self._modules]
         self._forwards = {cls: _entries(cls) for cls in self._classes}
         self._dicts: list[dict[str, Any]] = [module.__dict__ for module in self._modules]
+        self._makings = self._read_makings()
         members: list[dict[str, Any]] = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
         self._are_members_counted = all(type(d) is dict for d in members)
         self._writes: Counter[int] = Counter()
@@ -140,11 +152,14 @@ class ModuleState:
         self._empty_members = [d for d in members if not d]
         self._members = [d.values() for d in self._filled_members]  # views: each pass over one reads the dict anew
         self._member_keys = list(chain.from_iterable(self._filled_members))
+        self._member_sizes = list(map(len, self._filled_members))
         self._member_values = list(chain.from_iterable(self._members))
         self._member_identities = identities(self._member_values)
         # Deleting from a container of modules gives it another dict, which the views above know nothing of.
-        self._holders = [d for d in self._dicts if d.keys() >= _OWN_READS]
-        self._others = [m for m in self._modules if not vars(m).keys() >= _OWN_READS]  # those of TorchScript
+        self._holders = [d for d in self._dicts if d.keys() >= set(MEMBERS)]
+        self._others = [
+            m for m in self._modules if "training" not in vars(m)
+        ]  # their class has a property of that name
         self._member_dicts = list(self._read_member_dicts())
         self._left_out = {module: TORCH_OWN | names for module, names in ignored.items()}
         self._hooks = self._read_hooks()
@@ -232,14 +247,14 @@ class ModuleState:
             return self._member_difference()
         if not (untouched and self._are_members_counted) and not self._has_the_same_members():
             return self._member_difference()
-        if not same:
+        if not same or any(self._hooks):
             self._hooks = self._read_hooks()
         if any(self._hooks) or torch_module._has_any_global_hook():
             return find_hooks(self.name, self.root)
         if not (self._memory.is_same() and self._layouts.are_same()):
             return self._memory_difference()
-        if list(map(type, self._modules)) != self._classes:
-            return self._finding(Change.CODE, self.name, "the classes of the modules", "another class")
+        if self._read_makings() != self._makings and (making := self._making_difference()) is not None:
+            return making
         for cls, entries in self._forwards.items():
             if not all(map(is_, _entries(cls), entries)):
                 return self._finding(
@@ -283,7 +298,20 @@ class ModuleState:
         return (
             identities(chain.from_iterable(self._members)) == self._member_identities
             and list(chain.from_iterable(self._filled_members)) == self._member_keys
+            and list(map(len, self._filled_members)) == self._member_sizes
         )
+
+    def _read_makings(self) -> bytes:
+        """Returns where the class and the `__dict__` of each module lie, or what Python has in place of the latter."""
+        return identities(gc.get_referents(*self._modules))
+
+    def _making_difference(self) -> Finding | None:
+        for (path, module), cls, attributes in zip(self._named, self._classes, self._dicts, strict=True):
+            if type(module) is not cls:
+                return self._finding(Change.CODE, path, cls.__qualname__, f"{type(module).__qualname__}, another class")
+            if module.__dict__ is not attributes:
+                return self._finding(Change.ATTRIBUTE, path, "its attributes", "those of another __dict__")
+        return None
 
     def _read_hooks(self) -> list[Any]:
         return [getattr(module, kind) for module in self._modules for kind in HOOKS]
@@ -312,9 +340,8 @@ class ModuleState:
 
         Training flags and the dicts of members and hooks are among the attributes, so that a module is read in one go.
         """
-        holders = set(map(id, self._holders))
         named = zip(self._dicts, self._attributes, strict=True)
-        self._held = Attributes((d, (*(_OWN_READS if id(d) in holders else ()), *names)) for d, names in named)
+        self._held = Attributes((d, (*filter(d.__contains__, _OWN_READS), *names)) for d, names in named)
         self._restless_attributes = self._held.of(self._restless)
         self._training = tuple(map(_training, self._modules))
         self._others_training = list(map(_training, self._others))
@@ -339,19 +366,21 @@ class ModuleState:
         self._plain_trainable = self._plain_layouts.trainable
 
     def find_iterator(self) -> Finding | None:
-        """Finds something among the attributes that a run would advance, and a replay would not."""
+        """Finds something that code may use and that a run would advance, or that others change meanwhile."""
         for path, _, value in self._reached():
             kind = f"a {type(value).__qualname__}"
+            if is_outside(value):
+                return Finding(Reason.HOST_EFFECT, path, "nothing that is shared with others", kind)
             if isinstance(value, _GENERATORS) and id(value) not in _WATCHED:
                 return Finding(Reason.HOST_RANDOM, path, "the device's default generator", kind)
-            if isinstance(value, Iterator) and not isinstance(value, (Tensor, io.IOBase)):
+            if isinstance(value, Iterator) and not isinstance(value, (Tensor, io.IOBase, *weakref.ProxyTypes)):
                 return Finding(Reason.ATTRIBUTE_WRITTEN, path, "nothing that a run advances", kind)
         return None
 
     def find_outsider(self, is_outsider: IsOutsider) -> Finding | None:
         """Finds something that code may read, and that others change without any guard seeing it."""
         for path, owner, value in self._reached():
-            if not is_container(value) and is_outsider(owner, value):
+            if is_outsider(owner, value):
                 return Finding(
                     Reason.TRAINER_READ, path, "what changes with a module alone", f"a {type(value).__name__}"
                 )
@@ -465,7 +494,7 @@ def _show(value: Any) -> str:
 
 
 _training = attrgetter("training")
-_OWN_READS = {*MEMBERS, *HOOKS, "training"}
+_OWN_READS = (*MEMBERS, *HOOKS, "training")
 
 
 class AttributeWatch:
@@ -501,7 +530,7 @@ class AttributeWatch:
         found = self._state.difference()
         if found is not None and found.reason is Reason.MODULE_CHANGED:
             reason = Reason.BUFFER_REBOUND if found.where in self._state.buffers else Reason.ATTRIBUTE_WRITTEN
-            return Finding(reason, found.where, "no change by the forward pass", found.actual)
+            return Finding(reason, found.where, "no change by the call", found.actual)
         if found is None and (found := self._flag_difference()) is not None:
             return found
         for (name, parameter), version in zip(self._state.parameters.items(), self._versions, strict=True):

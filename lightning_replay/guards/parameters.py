@@ -6,11 +6,13 @@ import ast
 import dis
 import inspect
 import textwrap
+from dataclasses import replace
 from types import CodeType, FunctionType
 
 from torch.nn import Module
 
 from lightning_replay.guards.contents import package_of
+from lightning_replay.reasons import Finding
 
 _EVERYTHING = frozenset({"locals", "vars", "eval", "exec"})
 """What gives access to a variable without naming it."""
@@ -133,17 +135,21 @@ def _position(method: FunctionType, place: int | str) -> int | None:
     return names.index(place) if place in names else None
 
 
-def line_that_sets(root: Module, prefix: str, path: str) -> str | None:
-    """Finds where an attribute of a module is set or, failing that, named, in the methods of its class.
+def with_line(finding: Finding, root: Module, prefix: str) -> Finding:
+    """Adds to a finding about an attribute where methods of its module set or, failing that, name it, and its owner.
 
     Args:
+        finding: The finding.
         root: The module tree.
         prefix: The dotted path of the root.
-        path: The dotted path of the attribute.
-
-    Returns:
-        File and line, or None if no method names it.
     """
+    line = _line_that_sets(root, prefix, finding.where)
+    where = f"self.{finding.where}" if not prefix and finding.where in vars(root) else finding.where
+    return replace(finding, where=where, actual=finding.actual if line is None else f"{finding.actual}, at {line}")
+
+
+def _line_that_sets(root: Module, prefix: str, path: str) -> str | None:
+    """Finds where an attribute of a module is set or, failing that, named, in the methods of its class."""
     module, name = root, ""
     for part in path.removeprefix(prefix).strip(".").split("."):
         module, name = module._modules.get(name) or module, part

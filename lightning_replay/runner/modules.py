@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from lightning_replay.dispatch import Region
@@ -45,7 +46,12 @@ def _is_compiled_itself(module: Module) -> bool:
 
 
 def uncompiled_modules(root: Module, path: str = "") -> Iterator[tuple[str, Module]]:
-    """Yields a module tree without what lies inside compiled modules: an attribute set there would recompile them."""
+    """Yields a module tree without TorchScript and what lies inside compiled modules.
+
+    An attribute set in a compiled module would recompile it, and one of TorchScript has no forward in Python.
+    """
+    if isinstance(root, torch.jit.ScriptModule):
+        return
     if root._compiled_call_impl is None:
         yield path, root
     if _is_compiled_itself(root):

@@ -20,7 +20,6 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -38,7 +37,7 @@ from lightning_replay.engine.recording import Call, check_outputs, sequence_numb
 from lightning_replay.engine.snapshot import Snapshot
 from lightning_replay.errors import CaptureError
 from lightning_replay.guards.module import AttributeWatch, IsOutsider, is_moving, join, recurrent_networks
-from lightning_replay.guards.parameters import line_that_sets
+from lightning_replay.guards.parameters import with_line
 from lightning_replay.guards.signature import Arguments, read_arguments
 from lightning_replay.inspection import Trace, Tracer
 from lightning_replay.reasons import Finding, Reason
@@ -66,9 +65,16 @@ MAX_UNSETTLED = 5
 UNREADY = frozenset({Reason.HOOKS, Reason.ARGUMENT, Reason.UNSUPPORTED_TENSOR})
 """Reasons for which a call is not even observed, and that may end with the next one."""
 
+HOLDING = frozenset(
+    {Reason.SCRIPTED_MODULE, Reason.TRAINER_READ, Reason.HOST_RANDOM, Reason.HOST_EFFECT, Reason.ATTRIBUTE_WRITTEN}
+)
+"""Reasons found in what the modules of a region hold, before a call is observed."""
+
 SPLITTING = UNREADY | frozenset(
     {
         Reason.ATTRIBUTE_WRITTEN,
+        Reason.MODULE_CHANGED,
+        Reason.SCRIPTED_MODULE,
         Reason.BUFFER_REBOUND,
         Reason.PARAMETER_WRITTEN,
         Reason.LOG_IN_REGION,
@@ -312,13 +318,14 @@ class Runner:
 
     def _decide(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         """Has a call decided, and counts what was."""
+        refused = region.refusal is not None
         decision = self._dispatcher.decide(region, args, kwargs, self._counts)
         self._step[decision.action] += 1
         if decision.finding is not None:
             self._on_finding(decision.finding)
             if decision.finding.reason is Reason.HOST_READ:
                 self._count_miss(region, decision, decision.finding)
-            elif decision.finding.reason is Reason.TRAINER_READ and region.refusal is None:
+            elif not refused and (region.refusal is not None or decision.finding.reason in HOLDING):
                 self._give_up(region, decision.finding)
         return decision
 
@@ -468,8 +475,7 @@ class Runner:
         if changed is not None and changed.reason is Reason.ATTRIBUTE_WRITTEN and not (watched or region.wrote):
             region.wrote = True  # many networks settle something in their first call; a second time they are refused
         elif changed is not None:
-            line = line_that_sets(region.module, region.members, changed.where)
-            finding = changed if line is None else replace(changed, actual=f"{changed.actual}, at {line}")
+            finding = with_line(changed, region.module, region.members)
         if watched and (drawn := after.host_random.moved_since(before.host_random)) is not None:
             finding = Finding(
                 Reason.HOST_RANDOM,

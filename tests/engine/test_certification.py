@@ -3,6 +3,7 @@
 """Nondeterminism is told apart from error, at no more than a few native runs."""
 
 import itertools
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,8 @@ def _flags() -> None:
 class Judge:
     """Certifies a replay of one value; native runs give `native` and then `later`, in turn."""
 
+    trained: Trial = {"net()[0]": torch.ones(2)}  # noqa: RUF012
+
     def __init__(
         self, native: float | None, *later: float, declared: Sequence[str] = (), replays: Sequence[float] = ()
     ) -> None:
@@ -37,8 +40,7 @@ class Judge:
         self.runs = 1  # the one before the capture
 
     def __call__(self, replay: float | None, mode: Any = "auto") -> Verdict:
-        trained: Trial = {"net()[0]": torch.ones(2)}
-        runs = [trained, self.trial(self.native)]
+        runs = [self.trained, self.trial(self.native)]
         return certify(mode, runs, self.trial(replay), self.run, self.find_declared, self.replay_again)
 
     @staticmethod
@@ -103,6 +105,32 @@ def test_another_replay_does_not_excuse(value: float, mode: str) -> None:
 
     assert not judge(value, mode).equal
     assert judge.replays == [1.0]
+
+
+def test_another_replay_does_not_excuse_what_differs_from_the_step_that_trained() -> None:
+    """Reruns may all take another way than the step did: they prove nothing of it."""
+    judge = Judge(1.0, replays=[1.0] * (MAX_REPLAYS - 1))
+    judge.trained = {"net()[0]": torch.tensor([1.0, SMALL])}
+
+    assert judge(1.0).where == "net()[0]"
+    assert judge.replays == []
+
+
+@pytest.mark.parametrize(("native", "replay"), [(1.0, math.nan), (math.inf, 1.0), (math.inf, -math.inf)])
+@pytest.mark.parametrize("declared", [(), ("some_backward",)], ids=["", "declared"])
+def test_what_is_not_finite_is_far(native: float, replay: float, declared: tuple[str, ...]) -> None:
+    assert not Judge(native, declared=declared, replays=[native])(replay).equal
+
+
+def test_an_infinite_value_excuses_no_other() -> None:
+    class Infinite(Judge):
+        @staticmethod
+        def trial(value: float | None) -> Trial:
+            assert value is not None
+            return {"net()[0]": torch.ones(2), "net.weight.grad": torch.tensor([math.inf, value])}
+
+    assert not Infinite(2.0, declared=["some_backward"])(2.5).equal
+    assert Infinite(2.0, declared=["some_backward"])(2.0 + 1e-6).equal == "nondeterministic"
 
 
 def test_another_replay_does_not_excuse_where_determinism_was_asked_for() -> None:

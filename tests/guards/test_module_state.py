@@ -40,9 +40,14 @@ class Inner(nn.Module):
         self.rows = [1, 2]
         self.config = SimpleNamespace(size=3)
         self.unread = 1
+        self.before = nn.Sequential(nn.Tanh(), nn.ReLU())
+        self.after = nn.Sequential(nn.Tanh(), nn.ReLU())
         self.register_buffer("mask", torch.ones(3))
 
+    shadowed = 1.0
+
     def forward(self, inputs: Tensor) -> Tensor:
+        inputs = self.after(self.before(inputs * self.shadowed))
         scaled = self.norm(self.layer(inputs)) * self.rate * self.table["a"] * self.rows[0] * self.mask
         return scaled * self.config.size if self.name_of_it else scaled
 
@@ -63,9 +68,27 @@ def swap_names(module: Any) -> None:
     module[1].bias, module[1].weight = weight, bias
 
 
+def shadow(module: Any) -> None:
+    """As many attributes as before, one of which stands in front of an attribute of the class."""
+    del module[0].unread
+    module[0].shadowed = 2.0
+
+
+def move_to_next(module: Any) -> None:
+    """The same modules in the same order, the last of one container being the first of the next."""
+    moved = module[0].before[-1]
+    del module[0].before._modules["1"]
+    rest = dict(module[0].after._modules)
+    module[0].after._modules.clear()
+    module[0].after._modules.update({"1": moved, **rest})
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "parameter replaced": (lambda m: setattr(m[1], "weight", nn.Parameter(m[1].weight.detach())), "net.1.weight"),
     "names swapped": (swap_names, "net.1"),
+    "attribute of the class": (shadow, "net.0.shadowed"),
+    "moved to the next": (move_to_next, "net.0.before"),
+    "other attributes": (lambda m: setattr(m[0], "__dict__", {**m[0].__dict__, "rate": 0.25}), "net.0"),
     "parameter removed": (lambda m: m[1].register_parameter("bias", None), "net.1.bias"),
     "parameter added": (lambda m: m[1].register_parameter("new", nn.Parameter(torch.ones(1))), "net.1"),
     "buffer replaced": (lambda m: setattr(m[0], "mask", torch.ones(3)), "net.0.mask"),
@@ -211,6 +234,37 @@ def test_hooks_in_a_dict_of_their_own(counting: str) -> None:
     finding = state.difference()
     assert finding is not None
     assert (finding.reason, finding.where) == (Reason.HOOKS, "net.0.layer")
+
+
+def test_hooks_that_come_and_go_with_their_dict(counting: str) -> None:
+    module = net()
+    state = take_state(module, counting)
+    layer = module[0].layer
+    own, layer._forward_hooks = layer._forward_hooks, OrderedDict({0: lambda *_: None})
+    assert state.difference() is not None
+    layer._forward_hooks = own
+    assert state.difference() is None
+
+    layer.weight.data = layer.weight.data.clone()
+
+    finding = state.difference()
+    assert finding is not None
+    assert (finding.reason, finding.where) == (Reason.MODULE_CHANGED, "net.0.layer.weight")
+
+
+def test_hooks_of_a_module_that_is_always_in_one_mode(counting: str) -> None:
+    class Always(nn.Linear):
+        training = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
+
+    module = nn.Sequential(Always(3, 3), nn.ReLU())
+    state = take_state(module, counting)
+    module[0]._forward_hooks = OrderedDict()
+    assert state.difference() is None
+    module[0].register_forward_hook(lambda *_: None)
+
+    finding = state.difference()
+    assert finding is not None
+    assert (finding.reason, finding.where) == (Reason.HOOKS, "net.0")
 
 
 def test_order_of_modules(counting: str) -> None:

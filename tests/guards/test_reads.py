@@ -4,7 +4,15 @@
 
 import array
 import collections
+import concurrent.futures
+import ctypes
 import functools
+import mmap
+import multiprocessing
+import queue
+import socket
+import sqlite3
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -316,6 +324,39 @@ def test_a_change_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     finding = state.difference()
     assert finding is not None
     assert finding.reason is Reason.MODULE_CHANGED
+
+
+SHARED: dict[str, Callable[[], Any]] = {
+    "queue": queue.Queue,
+    "simple queue": queue.SimpleQueue,
+    "socket": socket.socket,
+    "database": lambda: sqlite3.connect(":memory:"),
+    "cursor": lambda: sqlite3.connect(":memory:").cursor(),
+    "mapped memory": lambda: mmap.mmap(-1, 8),
+    "view of memory": lambda: memoryview(bytearray(8)),
+    "C number": lambda: ctypes.c_int(1),
+    "C array": lambda: (ctypes.c_int * 2)(),
+    "number shared by processes": lambda: multiprocessing.Value("i"),
+    "event": threading.Event,
+    "threads": concurrent.futures.ThreadPoolExecutor,
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("held", [lambda value: value, lambda value: {"inside": [value]}], ids=["held", "inside"])
+def test_what_is_shared_with_others_is_refused(name: str, held: Callable[[Any], Any]) -> None:
+    module = net(lambda self, x: x * self.held, held=held(SHARED[name]()), unread=None)
+    finding = ModuleState("net", module).find_iterator()
+
+    assert finding is not None
+    assert (finding.reason, finding.where) == (Reason.HOST_EFFECT, "net.held")
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_is_shared_with_others_and_not_used_is_not(name: str) -> None:
+    module = net(lambda self, x: x * 2, unread=SHARED[name](), lock=threading.Lock())
+
+    assert ModuleState("net", module).find_iterator() is None
 
 
 UNREAD: dict[str, tuple[Callable[[], Any], Change]] = {

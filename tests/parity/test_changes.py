@@ -209,15 +209,16 @@ def test_global_hook() -> None:
     )
 
 
-def test_a_network_that_changes_all_the_time_is_left_alone() -> None:
+def test_a_network_that_changes_all_the_time_is_replayed_by_its_parts() -> None:
     def change(module: Any) -> None:
         module.net.scale += 0.1
 
     _, replay = run_both(lambda: Learner(Scaled(), events=dict.fromkeys(range(3, 60, 4), change)), steps=40)
 
     assert replay.trace is not None
-    assert replay.trace.actions.count("record") == 3
-    assert replay.trace.actions[-10:] == ["native"] * 10
+    recordings = replay.trace.report.recordings
+    assert [recording.region for recording in recordings] == ["net"] * 3 + ["net.inner"]
+    assert replay.trace.actions[-10:] == ["replay"] * 10
 
 
 def test_deterministic_flag() -> None:
