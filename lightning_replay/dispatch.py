@@ -344,11 +344,12 @@ class Dispatcher:
             reason, region.name, expected, actual
         )
         where = (slot, key, arguments, modes)
+        signature = f"{arguments}{_other_than(slot.engaged, key)}"
         if not counts and key not in slot.sightings:
-            finding = found(Reason.LAST_BATCH, "a recorded shape", str(arguments))
+            finding = found(Reason.LAST_BATCH, "a recorded signature", signature)
             return Decision(Action.NATIVE, finding, *where)
         if len(region.engaged()) >= self._max_recordings and not self._make_room(region):
-            finding = found(Reason.BUDGET, f"at most {self._max_recordings} signatures", str(arguments))
+            finding = found(Reason.BUDGET, f"at most {self._max_recordings} signatures", signature)
             return Decision(Action.NATIVE, finding, *where)
         seen = slot.sight(key)
         slot.new_in_a_row = 0 if seen else slot.new_in_a_row + 1
@@ -412,3 +413,9 @@ class Dispatcher:
         region.state = state
         region.buffers = GradientBuffers(list(state.parameters.values()))
         return None
+
+
+def _other_than(known: Iterable[Any], key: Any) -> str:
+    """Says of a signature whose arguments were recorded that it is another one all the same."""
+    same = any(recorded[0] == key[0] for recorded in known)
+    return ", with other modes, training flags or trainable parameters than recorded" if same else ""

@@ -542,7 +542,8 @@ class ReplayStrategy(SingleDeviceStrategy):
         """Makes the next step native, to compare its operations with the recorded ones.
 
         Audits also happen by themselves, ever more rarely. One that finds a difference (a global, a closure or another
-        object that changed a number under a recording) retires the recording and reports the steps concerned.
+        object that changed a number under a recording) retires the recording and reports the steps concerned. Before
+        the first training step there is nothing to compare, and nothing happens.
         """
         for runner in self._runners():
             runner.request_audit()

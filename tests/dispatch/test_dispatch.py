@@ -110,6 +110,18 @@ def test_trainability_is_part_of_the_signature() -> None:
     assert second.slot is first.slot
 
 
+def test_a_budget_spent_by_freezing_says_so() -> None:
+    decider, target = dispatcher(warmup_steps=1, max_recordings=1), region()
+    decide(decider, target)
+    engage(decide(decider, target))
+    target.module.bias.requires_grad_(False)
+
+    finding = decide(decider, target).finding
+    assert finding is not None
+    assert finding.reason is Reason.BUDGET
+    assert "trainable parameters than recorded" in finding.actual
+
+
 def test_a_change_retires_and_counts_strikes() -> None:
     decider, target = dispatcher(warmup_steps=1), region()
     for strike in range(MAX_STRIKES):

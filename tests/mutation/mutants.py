@@ -172,6 +172,7 @@ _find_reads = module.find_reads
 
 
 _MODULE_STATE = "tests/guards/test_module_state.py"
+_CHANGES = "tests/parity/test_changes.py"
 _STEPS = "tests/whole_step/test_"
 
 
@@ -186,6 +187,28 @@ MUTANTS: dict[str, Mutant] = {
     "memory and layout of parameters and buffers": Mutant(after_taking(_no_memory), ("new_data", "new_layout")),
     "names of parameters, buffers and modules": Mutant(
         forget("_filled_members", "_member_keys"), tests=(f"{_MODULE_STATE}::test_found[counted-names swapped]",)
+    ),
+    "class and __dict__ of modules": Mutant(
+        off(ModuleState, "_making_difference", lambda self: None),
+        tests=(f"{_MODULE_STATE}::test_found[counted-other attributes]",),
+    ),
+    "modules of TorchScript": Mutant(
+        off(dispatch, "find_scripted", lambda *_: None),
+        tests=(f"{_CHANGES}::test_what_a_part_holds_leaves_the_other_parts_to_be_recorded[network-scripted]",),
+    ),
+    "what is shared with others": Mutant(
+        off(module, "is_outside", lambda _: False),
+        tests=("tests/guards/test_reads.py::test_what_is_shared_with_others_is_refused[held-socket]",),
+    ),
+    "calls of what is shared with others": Mutant(
+        off(effects, "is_outside", lambda _: False),
+        tests=("tests/engine/test_effects.py::test_a_call_of_what_is_shared_with_others",),
+    ),
+    "schedulers and optimizers that are held": Mutant(
+        off(ModuleState, "find_outsider", lambda self, _: None),
+        tests=(
+            f"{_CHANGES}::test_a_network_that_follows_the_fit_is_replayed_by_its_parts[network-FollowsItsScheduler-net.known]",
+        ),
     ),
     "what is written to modules": Mutant(
         off(Versions, "are_same", lambda self: True), ("attribute", "parameter_replaced", "buffer_rebound")

@@ -3,6 +3,7 @@
 """What is changed between two steps of a run: a recording never outlives what it depends on."""
 
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -294,11 +295,35 @@ class TellsItsNetwork(Learner):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         if isinstance(self.net, FollowsTheOptimizer):
             self.net.known["optimizer"] = optimizer
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+        scheduler = OwnScheduler(optimizer, 1)
+        if isinstance(self.net, FollowsItsScheduler):
+            self.net.known["scheduler"] = scheduler
+        return [optimizer], [scheduler]
+
+
+class OwnScheduler(torch.optim.lr_scheduler.StepLR):
+    """A class of a user's own, whose attributes code of torch reads."""
+
+
+class FollowsItsScheduler(nn.Module):
+    """A network that asks a scheduler of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.known: dict[str, Any] = {}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs) * self.known["scheduler"].get_last_lr()[0]
 
 
 @pytest.mark.parametrize(
-    ("network", "where"), [(FollowsTheEpoch, "self.trainer.current_epoch"), (FollowsTheOptimizer, "net.known")]
+    ("network", "where"),
+    [
+        (FollowsTheEpoch, "self.trainer.current_epoch"),
+        (FollowsTheOptimizer, "net.known"),
+        (FollowsItsScheduler, "net.known"),
+    ],
 )
 def test_a_network_that_follows_the_fit_is_replayed_by_its_parts(network: Callable[[], nn.Module], where: str) -> None:
     trace = check_native(lambda: TellsItsNetwork(network()), Reason.TRAINER_READ, where=where, max_epochs=3)
@@ -316,3 +341,63 @@ def test_what_is_the_same_in_all_training_steps_may_be_read() -> None:
             return self.inner(inputs) * (2.0 if self.trainer.training and not self.trainer.sanity_checking else 1.0)
 
     check_replayed(lambda: Learner(Asks()))
+
+
+class Drawing(nn.Module):
+    """Keeps a generator, with which it could draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + torch.rand((), generator=self.generator)
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Linear(FEATURES, FEATURES))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"), [(Drawing, Reason.HOST_RANDOM), (scripted, Reason.SCRIPTED_MODULE)], ids=["drawing", "scripted"]
+)
+def test_what_a_part_holds_leaves_the_other_parts_to_be_recorded(make: Callable[[], nn.Module], reason: Reason) -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = make(), mlp()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.inner(self.first(inputs))
+
+    _, replay = run_both(lambda: Learner(Holding()), steps=STEPS)
+
+    assert replay.trace is not None
+    report = replay.trace.report
+    assert reason in report.reasons
+    assert "net.first" in report.messages[reason]
+    assert {recording.region for recording in report.recordings} == {"net.inner"}
+    assert replay.trace.actions[-3:] == ["replay"] * 3
+
+
+class Config:
+    scale = 1.0
+
+
+@pytest.mark.parametrize("kept", [weakref.proxy, weakref.ref], ids=["proxy", "reference"])
+def test_what_a_network_knows_weakly_is_compared(kept: Callable[[Any], Any]) -> None:
+    class Knows(nn.Module):
+        def __init__(self, config: Config) -> None:
+            super().__init__()
+            self.inner, self.config = mlp(), kept(config)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            known = self.config() if isinstance(self.config, weakref.ref) else self.config
+            return self.inner(inputs) * known.scale
+
+    def make() -> Learner:
+        config = Config()
+        return Learner(Knows(config), events={5: lambda module: setattr(config, "scale", 2.0)})
+
+    trace = check_replayed(make, actions=[*script(6), *script(STEPS - 6)], steps=STEPS)
+    assert trace.report.reasons[Reason.MODULE_CHANGED] == 1
