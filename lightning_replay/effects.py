@@ -8,6 +8,7 @@ every call of a C function, and there is no other way to a clock or to a termina
 
 import ctypes
 import datetime
+import functools
 import gc
 import io
 import os
@@ -124,7 +125,12 @@ def _found(where: str, actual: str) -> Finding:
 
 def is_outside(value: Any) -> bool:
     """Tells whether a value is shared with others: a queue, a database, a socket, another process, memory."""
-    kind: type = type(value)
+    kind: Any = type(value)
+    return _is_outside(kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_outside(kind: type) -> bool:
     packages = (str(base.__module__).split(".")[0] for base in kind.__mro__)
     return issubclass(kind, (*_SIGNALS, *_MEMORY)) or not _OUTSIDE.isdisjoint(packages)
 

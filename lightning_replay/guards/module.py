@@ -157,9 +157,7 @@ class ModuleState:
         self._member_identities = identities(self._member_values)
         # Deleting from a container of modules gives it another dict, which the views above know nothing of.
         self._holders = [d for d in self._dicts if d.keys() >= set(MEMBERS)]
-        self._others = [
-            m for m in self._modules if "training" not in vars(m)
-        ]  # their class has a property of that name
+        self._others = [m for m in self._modules if "training" not in vars(m)]  # it is a property of their class
         self._member_dicts = list(self._read_member_dicts())
         self._left_out = {module: TORCH_OWN | names for module, names in ignored.items()}
         self._hooks = self._read_hooks()
@@ -249,8 +247,9 @@ class ModuleState:
             return self._member_difference()
         if not same or any(self._hooks):
             self._hooks = self._read_hooks()
-        if any(self._hooks) or torch_module._has_any_global_hook():
-            return find_hooks(self.name, self.root)
+        has_hooks = any(self._hooks) or torch_module._has_any_global_hook()
+        if has_hooks and (hooks := find_hooks(self.name, self.root)) is not None:
+            return hooks
         if not (self._memory.is_same() and self._layouts.are_same()):
             return self._memory_difference()
         if self._read_makings() != self._makings and (making := self._making_difference()) is not None:

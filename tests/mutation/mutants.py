@@ -150,7 +150,7 @@ def switched_off(mutant: Mutant) -> Iterator[None]:
 
 def _same_members(state: ModuleState) -> None:
     state._members, state._empty_members, state._member_identities = [], [], b""
-    state._filled_members, state._member_keys = [], []
+    state._filled_members, state._member_keys, state._member_sizes = [], [], []
 
 
 class _Blind(Layouts):
@@ -186,7 +186,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "memory and layout of parameters and buffers": Mutant(after_taking(_no_memory), ("new_data", "new_layout")),
     "names of parameters, buffers and modules": Mutant(
-        forget("_filled_members", "_member_keys"), tests=(f"{_MODULE_STATE}::test_found[counted-names swapped]",)
+        forget("_filled_members", "_member_keys", "_member_sizes"),
+        tests=(f"{_MODULE_STATE}::test_found[counted-names swapped]",),
     ),
     "class and __dict__ of modules": Mutant(
         off(ModuleState, "_making_difference", lambda self: None),

@@ -36,7 +36,7 @@ def test_a_number_that_changes_in_every_call_is_native() -> None:
     assert trace.report.steps_replayed == 0
     assert trace.report.reasons[Reason.WARM_UP] == MAX_NEW_SIGNATURES
     assert "1.2" in trace.report.messages[Reason.NEVER_REPEATS], "the message shows the value"
-    assert f"than {MAX_NEW_SIGNATURES} of a network, or {PATIENCE} of a whole step" in Reason.NEVER_REPEATS.cause
+    assert f"than {MAX_NEW_SIGNATURES} calls of a network, or {PATIENCE} whole steps" in Reason.NEVER_REPEATS.cause
 
 
 def test_a_last_batch_of_the_usual_size_is_told_from_a_smaller_one() -> None:
